@@ -1,0 +1,161 @@
+"""Host side of a kernel launch: layouts, grids and measured launch settings."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from sorder.kernels.spec import AttentionSpec
+
+_MAX_GRID_X = 2**31 - 1
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was imported), on CPU tensors."""
+
+
+class Config(NamedTuple):
+    """Launch settings of one kernel: query rows and keys of a tile, warps, software-pipeline stages."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+
+class Heads:
+    """The leading dimensions of one attention problem, folded to the three that kernels address by strides."""
+
+    def __init__(self, query: torch.Tensor) -> None:
+        self.lead = query.shape[:-2]
+        self.count = math.prod(self.lead)
+        if len(self.lead) <= 3:
+            self.folded = (1,) * (3 - len(self.lead)) + tuple(self.lead)
+        else:
+            self.folded = (math.prod(self.lead[:-2]), self.lead[-2], self.lead[-1])
+
+    def fold(self, *matrices: torch.Tensor | None) -> tuple[Any, ...]:
+        """Matrices (..., N, d) with at most three leading dimensions and a unit stride along d; copies only where it must."""
+        return tuple(None if x is None else self._fold(x) for x in matrices)
+
+    def _fold(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.lead) > 3:
+            x = x.reshape(*self.folded, *x.shape[-2:])
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def unfold(self, x: torch.Tensor) -> torch.Tensor:
+        """Undoes :meth:`fold` on an output."""
+        return x.view(*self.lead, *x.shape[-2:]) if len(self.lead) > 3 else x
+
+    def row_vectors(self, *vectors: torch.Tensor | None) -> tuple[Any, ...]:
+        """Row vectors (..., N) as contiguous float32."""
+        return tuple(None if x is None else x.to(torch.float32).contiguous() for x in vectors)
+
+    def new_row_vector(self, like: torch.Tensor) -> torch.Tensor:
+        """Uninitialised float32 (..., N) for the N rows of a folded matrix."""
+        return like.new_empty((*self.lead, like.shape[-2]), dtype=torch.float32)
+
+    def strides(self, *matrices: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
+        pad = (0,) * max(0, 3 - len(self.lead))
+        return tuple((0, 0, 0, 0) if x is None else pad + x.stride()[:-1] for x in matrices)
+
+    def grid(self, tiles: int) -> tuple[int, int]:
+        """Flat grid over heads × tiles, spilling from axis x to y past 2³¹ − 1 programs."""
+        programs = self.count * tiles
+        return min(programs, _MAX_GRID_X), -(-programs // _MAX_GRID_X)
+
+
+def new_matrix(like: torch.Tensor, width: int) -> torch.Tensor:
+    """Uninitialised output with the rows of ``like``; keeps its memory layout where the width agrees."""
+    return torch.empty_like(like) if like.shape[-1] == width else like.new_empty((*like.shape[:-1], width))
+
+
+def block(width: int) -> int:
+    """Power of two that holds a head width (a product needs at least 16)."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def constants(kernel: str, q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> dict[str, Any]:
+    """Compile-time arguments of a kernel: widths, tile shape, causality, precision and launch settings."""
+    d, dv = q.shape[-1], v.shape[-1]
+    config = settings(kernel, max(block(d), block(dv)), q.dtype)
+    return {
+        "D": d,
+        "DV": dv,
+        "BLOCK_D": block(d),
+        "BLOCK_DV": block(dv),
+        "ROWS": config.rows,
+        "COLS": config.cols,
+        "CAUSAL": spec.causal,
+        "PRECISION": _dot_precision(q, spec),
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+
+
+def _dot_precision(q: torch.Tensor, spec: AttentionSpec) -> str:
+    if q.dtype != torch.float32 or not q.is_cuda:
+        return "ieee"
+    tensor_cores = torch.version.hip is None and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if not tensor_cores:
+        return "ieee"
+    return "tf32" if spec.precision == "tf32" else "tf32x3"
+
+
+# Measured on an H200. Rows are queries, columns keys; keyed on the kernel, bytes of an element and the wider padded head width.
+_SETTINGS: dict[tuple[str, int, int], Config] = {
+    ("forward", 2, 64): Config(128, 64, 4, 3),
+    ("forward", 2, 128): Config(128, 64, 8, 3),
+    ("forward", 2, 256): Config(64, 32, 8, 2),
+    ("tangent", 2, 64): Config(128, 64, 4, 2),
+    ("tangent", 2, 128): Config(128, 64, 8, 2),
+    ("tangent", 2, 256): Config(64, 32, 8, 2),
+    ("backward_keys", 2, 64): Config(64, 64, 4, 3),
+    ("backward_keys", 2, 128): Config(32, 128, 8, 3),
+    ("backward_keys", 2, 256): Config(16, 64, 8, 2),
+    ("backward_queries", 2, 64): Config(128, 64, 8, 3),
+    ("backward_queries", 2, 128): Config(128, 64, 8, 2),
+    ("backward_queries", 2, 256): Config(64, 16, 8, 2),
+    ("backward_tangent_atomic", 2, 64): Config(64, 64, 4, 2),
+    ("backward_tangent_keys", 2, 64): Config(64, 64, 4, 3),
+    ("backward_tangent_keys", 2, 128): Config(32, 128, 8, 3),
+    ("backward_tangent_keys", 2, 256): Config(16, 64, 8, 2),
+    ("backward_tangent_queries", 2, 64): Config(128, 64, 8, 3),
+    ("backward_tangent_queries", 2, 128): Config(128, 64, 8, 2),
+    ("backward_tangent_queries", 2, 256): Config(64, 16, 8, 2),
+    ("forward", 4, 64): Config(64, 32, 4, 2),
+    ("forward", 4, 128): Config(64, 32, 8, 2),
+    ("forward", 4, 256): Config(32, 16, 8, 1),
+    ("tangent", 4, 64): Config(64, 32, 4, 2),
+    ("tangent", 4, 128): Config(64, 32, 8, 1),
+    ("tangent", 4, 256): Config(32, 16, 8, 1),
+    ("backward_keys", 4, 64): Config(32, 64, 4, 2),
+    ("backward_keys", 4, 128): Config(32, 32, 8, 1),
+    ("backward_keys", 4, 256): Config(16, 16, 8, 1),
+    ("backward_queries", 4, 64): Config(64, 32, 4, 2),
+    ("backward_queries", 4, 128): Config(32, 32, 8, 1),
+    ("backward_queries", 4, 256): Config(16, 16, 8, 1),
+    ("backward_tangent_atomic", 4, 64): Config(32, 64, 4, 1),
+    ("backward_tangent_keys", 4, 64): Config(32, 64, 4, 1),
+    ("backward_tangent_keys", 4, 128): Config(32, 32, 8, 1),
+    ("backward_tangent_keys", 4, 256): Config(16, 16, 8, 1),
+    ("backward_tangent_queries", 4, 64): Config(64, 32, 4, 1),
+    ("backward_tangent_queries", 4, 128): Config(32, 32, 8, 1),
+    ("backward_tangent_queries", 4, 256): Config(16, 16, 8, 1),
+}
+_INTERPRETER = Config(32, 16, 4, 1)  # small, so that short tests cross many tile borders
+
+
+@functools.cache
+def settings(kernel: str, block_d: int, dtype: torch.dtype) -> Config:
+    """Launch settings of ``kernel`` for a padded head width and dtype. Never keyed on the sequence length."""
+    if INTERPRETED:
+        return _INTERPRETER
+    return _SETTINGS[kernel, dtype.itemsize, max(64, block_d)]
+
+
+def prefers_atomics(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether T adds dQ̇ up with atomics: measured faster up to width 64; never under deterministic algorithms."""
+    return max(q.shape[-1], v.shape[-1]) <= 64 and not torch.are_deterministic_algorithms_enabled()

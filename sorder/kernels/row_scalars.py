@@ -1,0 +1,72 @@
+"""D and Ḋ, the two row scalars through which the softmax's normalisation enters B and T.
+
+    D = rowsum(dO∘O) − dL          Ḋ = rowsum(dȮ∘O + dO∘Ȯ) − dL̇
+
+Always accumulated and kept in float32; absent tensors contribute nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sorder.kernels import launch
+from sorder.kernels.tiles import head_pointer, load_row_vector, load_tile, program_head_and_tile
+
+_ROWS = 64
+
+
+@triton.jit
+def _row_dot(a, b):
+    if a is None or b is None:
+        return 0.0
+    else:
+        return tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+
+
+@triton.jit
+def row_scalars_kernel(
+    O, DO, TO, TDO, DL, TDL, DELTA, TDELTA, o_strides, do_strides, to_strides, tdo_strides,
+    lead1, lead2, tiles, heads, n_q, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    z, tile = program_head_and_tile(tiles)
+    if z >= heads:
+        return
+    row0 = tile * ROWS
+    O = head_pointer(O, z, lead1, lead2, o_strides)
+    DO = head_pointer(DO, z, lead1, lead2, do_strides)
+    TO = head_pointer(TO, z, lead1, lead2, to_strides)
+    TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides)
+    o = load_tile(O, row0, o_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
+    do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
+    rows = row0 + tl.arange(0, ROWS)
+    delta = tl.zeros([ROWS], tl.float32) + _row_dot(do, o)
+    if DL is not None:
+        delta -= load_row_vector(DL + z * n_q, row0, n_q, ROWS)
+    tl.store(DELTA + z * n_q + rows, delta, mask=rows < n_q)
+    if TDELTA is not None:
+        to = load_tile(TO, row0, to_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
+        tdo = load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
+        tdelta = tl.zeros([ROWS], tl.float32) + _row_dot(tdo, o) + _row_dot(do, to)
+        if TDL is not None:
+            tdelta -= load_row_vector(TDL + z * n_q, row0, n_q, ROWS)
+        tl.store(TDELTA + z * n_q + rows, tdelta, mask=rows < n_q)
+
+
+def row_scalars(
+    heads: launch.Heads, o: torch.Tensor, do: torch.Tensor | None, dl: torch.Tensor | None,
+    *, to: torch.Tensor | None = None, tdo: torch.Tensor | None = None, tdl: torch.Tensor | None = None,
+    second_order: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """D and, if ``second_order``, Ḋ, float32 (..., N), from folded matrices and contiguous row vectors."""
+    n_q, dv = o.shape[-2:]
+    delta = heads.new_row_vector(o)
+    tdelta = torch.empty_like(delta) if second_order else None
+    tiles = triton.cdiv(n_q, _ROWS)
+    with torch.cuda.device_of(o):
+        row_scalars_kernel[heads.grid(tiles)](
+            o, do, to, tdo, dl, tdl, delta, tdelta, *heads.strides(o, do, to, tdo),
+            *heads.folded[1:], tiles, heads.count, n_q, DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS,
+        )  # fmt: skip
+    return delta, tdelta

@@ -1,0 +1,173 @@
+"""Device-side pieces that every attention kernel uses: addressing, tile loads and stores, products, tile ranges.
+
+Conventions of all kernels in this folder. A *head* is one (N, d) problem; up to three leading dimensions are flattened into
+one head index ``z`` with separate strides, so no layout needs a copy. Matrices come with ``strides = (s0, s1, s2, row)`` and a
+unit stride along the width; row vectors (log-sum-exp, μ, D, Ḋ) are contiguous float32 of shape (heads, N). Offsets that grow with
+N or z are 64-bit; offsets within a tile are 32-bit. Scores live in base 2, ``exp(s − L) = exp2(s·log₂e − L·log₂e)``.
+An absent tensor is ``None``, which Triton folds at compile time: its products are never issued.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def program_head_and_tile(tiles):
+    """Splits the flat program index (grid axes x and y) into a head (int64) and a tile of that head."""
+    pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    return pid // tiles, (pid % tiles).to(tl.int32)
+
+
+@triton.jit
+def head_pointer(base, z, lead1, lead2, strides):
+    """Address of head ``z`` of a matrix whose leading sizes are (·, lead1, lead2). ``None`` stays ``None``."""
+    if base is None:
+        return None
+    else:
+        outer = z // lead2
+        return base + (outer // lead1) * strides[0] + (outer % lead1) * strides[1] + (z % lead2) * strides[2]
+
+
+@triton.jit
+def tile_pointers(base, first, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    first64 = first + tl.full([], 0, tl.int64)
+    return base + first64 * stride + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def tile_mask(first, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    return ((first + tl.arange(0, ROWS)) < limit)[:, None] & (tl.arange(0, COLS) < WIDTH)[None, :]
+
+
+@triton.jit
+def round_to_tf32(x):
+    """Rounds float32 to TF32 (nearest, ties away from zero); the tensor core by itself would truncate."""
+    bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a NaN of all ones would wrap around to zero
+
+
+@triton.jit
+def as_operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """A float32 tile as an operand of a product: rounded to the inputs' dtype, or to TF32 where that was asked for."""
+    if DTYPE != tl.float32:
+        return x.to(DTYPE)
+    elif PRECISION == "tf32":
+        return round_to_tf32(x)
+    else:
+        return x
+
+
+@triton.jit
+def load_tile(
+    base,
+    first,
+    stride,
+    limit,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    CHECK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Rows ``first …`` of a head as a (ROWS, COLS) operand; zeros beyond ``limit`` rows (if CHECK) and WIDTH columns."""
+    if base is None:
+        return None
+    else:
+        pointers = tile_pointers(base, first, stride, ROWS, COLS)
+        if CHECK:
+            x = tl.load(pointers, mask=tile_mask(first, limit, WIDTH, ROWS, COLS), other=0.0)
+        elif WIDTH != COLS:
+            x = tl.load(pointers, mask=(tl.arange(0, COLS) < WIDTH)[None, :], other=0.0)
+        else:
+            x = tl.load(pointers)
+        if x.dtype == tl.float32:
+            x = as_operand(x, tl.float32, PRECISION)
+        return x
+
+
+@triton.jit
+def store_tile(
+    base, value, first, stride, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    pointers = tile_pointers(base, first, stride, ROWS, COLS)
+    tl.store(
+        pointers, value.to(base.dtype.element_ty), mask=tile_mask(first, limit, WIDTH, ROWS, COLS)
+    )
+
+
+@triton.jit
+def load_row_vector(base, first, limit, ROWS: tl.constexpr):
+    if base is None:
+        return None
+    else:
+        rows = first + tl.arange(0, ROWS)
+        return tl.load(base + rows, mask=rows < limit, other=0.0)
+
+
+@triton.jit
+def load_lse2(base, first, limit, ROWS: tl.constexpr):
+    """Log-sum-exp in base 2. Rows that see nothing (−∞) and rows beyond the end get +∞, so that their P is exactly 0."""
+    rows = first + tl.arange(0, ROWS)
+    lse = tl.load(base + rows, mask=rows < limit, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a·b`` accumulated in float32; ``acc`` may be ``None``. PRECISION (float32 operands) is Triton's ``input_precision``."""
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_pair(a, b, c, d, acc, PRECISION: tl.constexpr):
+    """``acc + a·b + c·d``, where a pair with an absent factor, or an absent ``acc``, contributes nothing."""
+    if a is not None and b is not None:
+        acc = dot(a, b, acc, PRECISION)
+    if c is not None and d is not None:
+        acc = dot(c, d, acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def transposed(x):
+    if x is None:
+        return None
+    else:
+        return tl.trans(x)
+
+
+@triton.jit
+def visible(row0, col0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
+    """(ROWS, COLS) mask of the score tile at (row0, col0): inside the keys and, if causal, not above the diagonal."""
+    cols = col0 + tl.arange(0, COLS)
+    mask = (cols < n_k)[None, :]
+    if CAUSAL:
+        mask = mask & ((row0 + tl.arange(0, ROWS))[:, None] >= cols[None, :])
+    return mask
+
+
+@triton.jit
+def column_range(row0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
+    """(full, end) for a sweep of rows row0 …: key tiles below ``full`` need no mask, those from ``full`` to ``end`` do."""
+    if CAUSAL:
+        full = tl.minimum(row0 + 1, n_k) // COLS * COLS
+        end = tl.minimum(row0 + ROWS, n_k)
+    else:
+        full = n_k // COLS * COLS
+        end = n_k
+    return full, end
+
+
+@triton.jit
+def row_range(col0, n_q, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
+    """(start, full) for a sweep of keys col0 …: row tiles from ``start`` to ``full`` cross the diagonal, later ones do not."""
+    if CAUSAL:
+        start = col0 // ROWS * ROWS
+        full = tl.minimum((col0 + COLS + ROWS - 2) // ROWS * ROWS, (n_q + ROWS - 1) // ROWS * ROWS)
+    else:
+        start = 0
+        full = 0
+    return start, full

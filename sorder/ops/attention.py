@@ -1,0 +1,146 @@
+"""The public operator ``sorder.attention``: arguments, broadcasting, autocast and precision."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from sorder.kernels.spec import AttentionSpec, Precision
+from sorder.ops.functions import Attention
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MAX_WIDTH = 256
+
+
+@overload
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: Literal[False] = False, precision: Precision | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: Literal[True], precision: Precision | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: bool = False, precision: Precision | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Exact softmax attention with exact derivatives up to second order, in memory linear in the sequence length.
+
+    ``softmax(scale · query keyᵀ) value``, as :func:`torch.nn.functional.scaled_dot_product_attention` defines it, so that
+    switching is a rename. Second-order products (``torch.func.jvp(torch.func.grad(f), …)``, ``grad`` of ``jvp``, ``grad`` of
+    ``grad``, ``create_graph=True``, ``torch.func.linearize``, ``vmap`` of all these) never hold an Nq × Nk matrix. A third derivative
+    raises. On CUDA, first-order passes run on PyTorch's fused kernels where these accept the input.
+
+    Args:
+        query: (..., Nq, d), floating point; any leading dimensions (batch, heads, …) and strides. A unit stride along d saves a copy.
+        key: (..., Nk, d), of the same dtype; leading dimensions broadcast against the query's.
+        value: (..., Nk, dv), of the same dtype; dv may differ from d. Widths up to 256.
+        attn_mask: not supported yet; must be ``None``.
+        dropout_p: not supported yet; must be 0.
+        is_causal: query i sees the keys 0 … i (top-left alignment, PyTorch's; also for Nq ≠ Nk).
+        scale: factor of the scores; default 1/√d.
+        enable_gqa: not supported yet; must be ``False``. Repeat the key and value heads instead.
+        return_lse: also return the row log-sum-exp of the scores, natural logarithm, differentiable like the output.
+        precision: products of float32 inputs: ``"ieee"`` (float32-accurate, by three TF32 products) or ``"tf32"`` (one, operands
+            rounded to nearest). Default: what ``torch.backends.cuda.matmul.fp32_precision`` or
+            :func:`torch.set_float32_matmul_precision` say, "ieee" unless changed. 16-bit inputs accumulate in float32 always.
+
+    Returns:
+        (..., Nq, dv) in the inputs' dtype (the autocast dtype under autocast); with ``return_lse`` also (..., Nq) in float32, or float64
+        for float64 inputs.
+
+    Raises:
+        TypeError: an input is not a floating tensor, or dtypes differ.
+        ValueError: shapes or devices do not fit, a width exceeds 256, or there is no key.
+        NotImplementedError: a feature not supported yet, a third derivative, or ``jvp`` of ``jvp``.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
+        >>> f = lambda q: sorder.attention(q, k, v, is_causal=True).square().sum()
+        >>> gradient, hessian_product = torch.func.jvp(torch.func.grad(f), (q,), (torch.ones_like(q),))
+        >>> hessian_product.shape
+        torch.Size([1, 2, 10, 8])
+
+    Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691) for the first order; the tangent of its backward is derived in
+    ``sorder/kernels/backward_tangent.py``.
+    """
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"attn_mask of shape {tuple(attn_mask.shape)}: masks are not supported yet. Use is_causal=True for a causal mask, or "
+            "materialised attention (torch.nn.attention.sdpa_kernel(SDPBackend.MATH)) for others."
+        )
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"dropout_p={dropout_p}: attention dropout is not supported yet; the nearest that works is dropout_p=0.0."
+        )
+    if enable_gqa:
+        raise NotImplementedError(
+            "enable_gqa=True: grouped heads are not supported yet; repeat the heads of key and value with repeat_interleave."
+        )
+    query, key, value = _autocast(query, key, value)
+    _check(query, key, value)
+    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    query, key, value = (
+        x if x.shape[:-2] == lead else x.expand(*lead, *x.shape[-2:]) for x in (query, key, value)
+    )
+    spec = AttentionSpec(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        causal=bool(is_causal),
+        precision=_float32_precision() if precision is None else _checked_precision(precision),
+    )
+    output, lse = Attention.apply(query, key, value, spec)
+    return (output, lse) if return_lse else output
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Casts as autocast casts SDPA's inputs: floating ones, but not float64, to the autocast dtype."""
+    for name, x in zip(("query", "key", "value"), tensors, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    if query.dtype not in _DTYPES or not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"query, key and value have dtypes {query.dtype}, {key.dtype}, {value.dtype}; they must share one of "
+            "float16, bfloat16, float32, float64"
+        )
+    if not query.device == key.device == value.device:
+        raise ValueError(f"query, key and value are on {query.device}, {key.device}, {value.device}; they must share a device")
+    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise ValueError(f"each input must have at least two dimensions (..., N, width); got {shapes}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same width; got {shapes}")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value must have the same length; got {shapes}")
+    if key.shape[-2] == 0:
+        raise ValueError(f"there must be at least one key; got {shapes}")
+    if not 1 <= query.shape[-1] <= _MAX_WIDTH or not 1 <= value.shape[-1] <= _MAX_WIDTH:
+        raise ValueError(f"widths must be between 1 and {_MAX_WIDTH}; got {shapes}")
+    try:
+        torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    except RuntimeError:
+        raise ValueError(f"leading dimensions do not broadcast; got {shapes}") from None
+
+
+def _float32_precision() -> Precision:
+    """PyTorch's setting for float32 products; "none" there means unset, which is IEEE."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def _checked_precision(precision: str) -> Precision:
+    if precision not in ("ieee", "tf32"):
+        raise ValueError(f'precision must be "ieee", "tf32" or None, got {precision!r}')
+    return precision  # type: ignore[return-value]

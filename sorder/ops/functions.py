@@ -1,0 +1,182 @@
+"""Four autograd Functions that call one another: attention closed under differentiation to second order.
+
+    F --jvp--> J      F --backward--> B      B --jvp--> T      B --backward--> J, T      J --backward--> B, T
+
+B's rules treat O and L as caches of (Q, K, V): the total derivative is in T, so no gradient flows to them. Absent tangents and
+cotangents stay ``None`` all the way down, and their products are skipped. Every kernel launch inside a rule goes through a
+Function's ``apply``, so that nested transforms never hand a kernel a wrapped tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import Function
+
+from sorder.kernels.spec import AttentionSpec
+from sorder.ops import maps
+
+Optional = torch.Tensor | None
+
+_THIRD_ORDER = (
+    "sorder.attention has derivatives up to second order; this asks for a third. Take the highest one by finite differences of "
+    "second-order products, or use materialised attention (torch.nn.attention.sdpa_kernel(SDPBackend.MATH)) for this call."
+)
+_FORWARD_OVER_FORWARD = (
+    "sorder.attention has no forward-over-forward derivative (jvp of jvp). The same second-order product is available as "
+    "jvp of grad, grad of jvp, or grad of grad: for a quadratic form v'Hv use torch.func.jvp(torch.func.grad(f), (x,), (v,))."
+)
+
+
+def _wanted(needs: tuple[bool, ...]) -> str:
+    return "".join(name for name, need in zip("qkv", needs, strict=False) if need)
+
+
+def _mapped(function: type[Function], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """vmap rule: the mapped axis becomes one more leading dimension; what is not mapped is expanded without a copy."""
+
+    def move(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    out = function.apply(*(move(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+    return out, tuple(None if x is None else 0 for x in out)
+
+
+class Attention(Function):
+    """F: (q, k, v, spec) → (o, lse)."""
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Any:
+        return maps.forward(q, k, v, spec)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *qkv, ctx.spec = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*qkv, *output)
+        ctx.save_for_forward(*qkv, *output)
+
+    @staticmethod
+    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:  # type: ignore[override]
+        if do is None and dl is None:
+            return None, None, None, None
+        grads = AttentionBackward.apply(*ctx.saved_tensors, do, dl, _wanted(ctx.needs_input_grad[:3]), ctx.spec)
+        return *grads, None
+
+    @staticmethod
+    def jvp(ctx: Any, tq: Optional, tk: Optional, tv: Optional, _: None) -> Any:  # type: ignore[override]
+        return AttentionTangent.apply(*ctx.saved_tensors, tq, tk, tv, ctx.spec)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+        return _mapped(Attention, info, in_dims, args)
+
+
+class AttentionTangent(Function):
+    """J: (q, k, v, o, lse, q̇, k̇, v̇, spec) → (ȯ, l̇)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return maps.tangent(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.spec = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:  # type: ignore[override]
+        if do is None and dl is None:
+            return (None,) * 9
+        *caches, tq, tk, tv, to, tl = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        of_tangents = AttentionBackward.apply(*caches, do, dl, _wanted(needs[5:8]), ctx.spec)
+        of_primals = AttentionBackwardTangent.apply(
+            *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(needs[:3]), ctx.spec
+        )
+        return *of_primals, None, None, *of_tangents, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        if any(t is not None for t in tangents[:3]):
+            raise NotImplementedError(_FORWARD_OVER_FORWARD)
+        return AttentionTangent.apply(*ctx.saved_tensors[:5], *tangents[5:8], ctx.spec)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+        return _mapped(AttentionTangent, info, in_dims, args)
+
+
+class AttentionBackward(Function):
+    """B: (q, k, v, o, lse, do, dl, wanted, spec) → (dq, dk, dv)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return maps.backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.wanted, ctx.spec = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, tq: Optional, tk: Optional, tv: Optional) -> Any:  # type: ignore[override]
+        if tq is None and tk is None and tv is None:
+            return (None,) * 9
+        *caches, do, dl = ctx.saved_tensors
+        to, tl = AttentionTangent.apply(*caches, tq, tk, tv, ctx.spec)
+        of_primals = AttentionBackwardTangent.apply(
+            *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(ctx.needs_input_grad[:3]), ctx.spec
+        )
+        return *of_primals, None, None, None if do is None else to, None if dl is None else tl, None, None
+
+    @staticmethod
+    def jvp(  # type: ignore[override]
+        ctx: Any, tq: Optional, tk: Optional, tv: Optional, to: Optional, tl: Optional, tdo: Optional, tdl: Optional,
+        *_: None,
+    ) -> Any:  # fmt: skip
+        *caches, do, dl = ctx.saved_tensors
+        if tq is None and tk is None and tv is None:  # B is linear in (dO, dL)
+            return AttentionBackward.apply(*caches, tdo, tdl, ctx.wanted, ctx.spec)
+        if to is None or tl is None:  # the caches' tangents did not come along
+            to, tl = AttentionTangent.apply(*caches, tq, tk, tv, ctx.spec)
+        return AttentionBackwardTangent.apply(
+            *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+        return _mapped(AttentionBackward, info, in_dims, args)
+
+
+class AttentionBackwardTangent(Function):
+    """T: (q, k, v, o, lse, do, dl, q̇, k̇, v̇, ȯ, l̇, dȯ, dl̇, wanted, spec) → (dq̇, dk̇, dv̇). Its own derivative is third order."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return maps.backward_tangent(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        if all(c is None for c in cotangents):
+            return (None,) * 16
+        raise NotImplementedError(_THIRD_ORDER)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_THIRD_ORDER)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+        return _mapped(AttentionBackwardTangent, info, in_dims, args)

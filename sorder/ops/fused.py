@@ -1,0 +1,77 @@
+"""F and B on PyTorch's own fused kernels (cuDNN, flash), which also hand over their log-sum-exp. First order stays as fast as SDPA.
+
+They are called below autograd, so that what they return carries no graph of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from sorder.kernels.spec import AttentionSpec
+
+_MAX_GRID = 65_535  # these kernels put batch and heads on grid axes y and z
+
+
+def backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> SDPBackend | None:
+    """The fused backend that takes this input forward and backward: cuDNN from Hopper on, else flash, else none."""
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.dim() < 4 or q.numel() == 0:
+        return None
+    n_q, n_k, d = q.shape[-2], k.shape[-2], q.shape[-1]
+    if d != v.shape[-1] or d % 8 or (spec.causal and n_q != n_k):
+        return None
+    if max(q.shape[-3], math.prod(q.shape[:-3])) > _MAX_GRID:
+        return None
+    params = torch.backends.cuda.SDPAParams(*_four_dimensional(q, k, v), None, 0.0, spec.causal, False)
+    hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
+    if hopper and d <= 128 and torch.backends.cuda.can_use_cudnn_attention(params):
+        return SDPBackend.CUDNN_ATTENTION
+    if torch.backends.cuda.can_use_flash_attention(params):
+        return SDPBackend.FLASH_ATTENTION
+    return None
+
+
+def _four_dimensional(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x if x.dim() == 4 else x.flatten(0, -4) for x in tensors)
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, kind: SDPBackend
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """F on ``kind``: output like ``q`` and log-sum-exp (..., Nq) in float32."""
+    lead = q.shape[:-2]
+    q, k, v = _four_dimensional(q, k, v)
+    if kind is SDPBackend.CUDNN_ATTENTION:
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, spec.causal, False, scale=spec.scale
+        )
+    else:
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, spec.causal, False, scale=spec.scale
+        )
+    return o.reshape(*lead, *o.shape[-2:]), lse.reshape(*lead, o.shape[-2])
+
+
+def backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+    spec: AttentionSpec, kind: SDPBackend,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """B on ``kind``: (dQ, dK, dV) for a cotangent of the output alone."""
+    lead = q.shape[:-2]
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    do, q, k, v, o = _four_dimensional(do, q, k, v, o)
+    if do.stride(-1) != 1 or 0 in do.stride():  # such as the expanded cotangent of a sum
+        do = do.contiguous()
+    lse = lse.reshape(*q.shape[:-1]).contiguous()
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
+    if kind is SDPBackend.CUDNN_ATTENTION:
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, n_q, n_k, 0.0, spec.causal, scale=spec.scale
+        )
+    else:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            do, q, k, v, o, lse, None, None, n_q, n_k, 0.0, spec.causal, seed, seed, scale=spec.scale
+        )
+    return tuple(g.reshape(*lead, *g.shape[-2:]) for g in grads)  # type: ignore[return-value]
