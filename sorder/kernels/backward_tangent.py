@@ -1,4 +1,4 @@
-"""T: the tangent of B, which is all of second order (at most 15 products in two sweeps, 10 in one with atomics; +2 or 3 for dȮ).
+"""T: the tangent of B, all of second order. At most 15 products in two sweeps, 10 in one with atomics.
 
     P  = exp(c·QKᵀ − L)         ṡ  = c·(Q̇Kᵀ + QK̇ᵀ)          Ṗ = P∘(ṡ − μ)
     dP = dO·Vᵀ                  dṖ = dO·V̇ᵀ + dȮ·Vᵀ           ds = P∘(dP − D)
@@ -8,8 +8,9 @@
 μ = L̇ comes from J (or from the forward-mode transform), D and Ḋ from row products. With dȮ = dL̇ = 0 this is also the
 vector-Jacobian product of B for cotangents (Q̇, K̇, V̇), since B is a gradient and its derivative symmetric.
 
-Two schedules. *Keys then queries*: a sweep per key tile for dK̇ and dV̇, then one per query tile for dQ̇; deterministic. *Atomic*:
-the key sweep also adds its share of dQ̇ to a float32 buffer, which saves recomputing the tile and costs determinism in the last bits.
+Two schedules. *Keys then queries*: a sweep per key tile for dK̇ and dV̇, then one per query tile for dQ̇;
+deterministic. *Atomic*: the key sweep also adds its share of dQ̇ to a float32 buffer, which saves recomputing the tile
+and costs determinism in the last bits.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from sorder.kernels import launch
 from sorder.kernels.row_scalars import row_scalars
 from sorder.kernels.spec import AttentionSpec
 from sorder.kernels.tiles import (
-    LOG2E,
+    SIZES,
     as_operand,
     column_range,
     dot,
     dot_pair,
     head_pointer,
-    load_lse2,
+    load_lse,
     load_row_vector,
     load_tile,
+    probabilities,
     program_head_and_tile,
     row_range,
     store_tile,
     tile_mask,
     tile_pointers,
-    transposed,
     visible,
 )
 
@@ -46,8 +47,7 @@ def _first_order(p, dp, delta):
     """ds = P∘(dP − D)."""
     if dp is None:
         return p * -delta
-    else:
-        return p * (dp - delta)
+    return p * (dp - delta)
 
 
 @triton.jit
@@ -71,31 +71,32 @@ def _keys_step(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
     WANT_K: tl.constexpr, WANT_V: tl.constexpr,
+    RAGGED: tl.constexpr, RAGGED_KEYS: tl.constexpr,
 ):  # fmt: skip
-    q = load_tile(Q, row0, q_row, n_q, D, ROWS, BLOCK_D, True, PRECISION)
-    tq = load_tile(TQ, row0, tq_row, n_q, D, ROWS, BLOCK_D, True, PRECISION)
-    do = load_tile(DO, row0, do_row, n_q, DV, ROWS, BLOCK_DV, True, PRECISION)
-    tdo = load_tile(TDO, row0, tdo_row, n_q, DV, ROWS, BLOCK_DV, True, PRECISION)
-    lse2 = load_lse2(L, row0, n_q, ROWS)[None, :]
+    q = load_tile(Q, row0, q_row, n_q, D, ROWS, BLOCK_D, RAGGED, PRECISION)
+    tq = load_tile(TQ, row0, tq_row, n_q, D, ROWS, BLOCK_D, RAGGED, PRECISION) if TQ is not None else None
+    do = load_tile(DO, row0, do_row, n_q, DV, ROWS, BLOCK_DV, RAGGED, PRECISION) if DO is not None else None
+    tdo = load_tile(TDO, row0, tdo_row, n_q, DV, ROWS, BLOCK_DV, RAGGED, PRECISION) if TDO is not None else None
+    high, low = load_lse(L, row0, n_q, ROWS)
     mu = load_row_vector(MU, row0, n_q, ROWS)[None, :]
     delta = load_row_vector(DELTA, row0, n_q, ROWS)[None, :]
     tdelta = load_row_vector(TDELTA, row0, n_q, ROWS)[None, :]
-    p = tl.exp2(dot(k, transposed(q), None, PRECISION) * (scale * LOG2E) - lse2)
+    s = dot(k, tl.trans(q), None, PRECISION)
+    p = probabilities(s, scale, high[None, :], low[None, :], q.dtype == tl.float32)
     if DIAGONAL:
-        p = tl.where(transposed(visible(row0, col0, n_k, ROWS, COLS, True)), p, 0.0)
-    elif DQ is not None:
+        p = tl.where(tl.trans(visible(row0, col0, n_k, ROWS, COLS, True)), p, 0.0)
+    elif DQ is not None and RAGGED_KEYS:
         p = tl.where((col0 + tl.arange(0, COLS) < n_k)[:, None], p, 0.0)
-    ts = dot_pair(k, transposed(tq), tk, transposed(q), None, PRECISION)
-    if ts is not None:
-        ts = ts * scale
+    ts = dot_pair(k, tq, tk, q, PRECISION) * scale if tq is not None or tk is not None else None
     if WANT_V:
         if ts is not None and do is not None:
             dv = dot(as_operand(p * (ts - mu), q.dtype, PRECISION), do, dv, PRECISION)
         if tdo is not None:
             dv = dot(as_operand(p, q.dtype, PRECISION), tdo, dv, PRECISION)
     if WANT_K or DQ is not None:
-        dp = dot_pair(v, transposed(do), None, None, None, PRECISION)
-        tdp = dot_pair(tv, transposed(do), v, transposed(tdo), None, PRECISION)
+        dp = dot(v, tl.trans(do), None, PRECISION) if do is not None else None
+        has_tdp: tl.constexpr = tdo is not None or (tv is not None and do is not None)
+        tdp = dot_pair(tv, do, v, tdo, PRECISION) if has_tdp else None
         tds = as_operand(_second_order(p, ts, dp, tdp, mu, delta, tdelta), q.dtype, PRECISION)
         ds = as_operand(_first_order(p, dp, delta), q.dtype, PRECISION)
         if WANT_K:
@@ -103,23 +104,25 @@ def _keys_step(
             if tq is not None:
                 dk = dot(ds, tq, dk, PRECISION)
         if DQ is not None:
-            dq = dot(transposed(tds), k, None, PRECISION)
+            dq = dot(tl.trans(tds), k, None, PRECISION)
             if tk is not None:
-                dq = dot(transposed(ds), tk, dq, PRECISION)
-            tl.atomic_add(
-                tile_pointers(DQ, row0, D, ROWS, BLOCK_D), dq * scale,
-                mask=tile_mask(row0, n_q, D, ROWS, BLOCK_D), sem="relaxed",
-            )  # fmt: skip
+                dq = dot(tl.trans(ds), tk, dq, PRECISION)
+            pointers = tile_pointers(DQ, row0, D, ROWS, BLOCK_D)
+            if RAGGED or D != BLOCK_D:
+                tl.atomic_add(pointers, dq * scale, mask=tile_mask(row0, n_q, D, ROWS, BLOCK_D), sem="relaxed")
+            else:
+                tl.atomic_add(pointers, dq * scale, sem="relaxed")
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_tangent_keys_kernel(
     Q, K, V, L, DO, TQ, TK, TV, TDO, MU, DELTA, TDELTA, DQ, DK, DV_,
-    q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides, dk_strides, dv_strides,
-    lead1, lead2, tiles, heads, n_q, n_k, scale,
+    q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides, dk_strides,
+    dv_strides, lead1, lead2, tiles, heads, n_q, n_k, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, RAGGED_KEYS: tl.constexpr,
 ):  # fmt: skip
     z, tile = program_head_and_tile(tiles)
     if z >= heads:
@@ -128,13 +131,13 @@ def backward_tangent_keys_kernel(
     Q = head_pointer(Q, z, lead1, lead2, q_strides)
     K = head_pointer(K, z, lead1, lead2, k_strides)
     V = head_pointer(V, z, lead1, lead2, v_strides)
-    DO = head_pointer(DO, z, lead1, lead2, do_strides)
-    TQ = head_pointer(TQ, z, lead1, lead2, tq_strides)
-    TK = head_pointer(TK, z, lead1, lead2, tk_strides)
-    TV = head_pointer(TV, z, lead1, lead2, tv_strides)
-    TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides)
-    DK = head_pointer(DK, z, lead1, lead2, dk_strides)
-    DV_ = head_pointer(DV_, z, lead1, lead2, dv_strides)
+    DO = head_pointer(DO, z, lead1, lead2, do_strides) if DO is not None else None
+    TQ = head_pointer(TQ, z, lead1, lead2, tq_strides) if TQ is not None else None
+    TK = head_pointer(TK, z, lead1, lead2, tk_strides) if TK is not None else None
+    TV = head_pointer(TV, z, lead1, lead2, tv_strides) if TV is not None else None
+    TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides) if TDO is not None else None
+    DK = head_pointer(DK, z, lead1, lead2, dk_strides) if DK is not None else None
+    DV_ = head_pointer(DV_, z, lead1, lead2, dv_strides) if DV_ is not None else None
     L += z * n_q
     MU += z * n_q
     DELTA += z * n_q
@@ -142,9 +145,9 @@ def backward_tangent_keys_kernel(
     if DQ is not None:
         DQ += z * n_q * D
     k = load_tile(K, col0, k_strides[3], n_k, D, COLS, BLOCK_D, True, PRECISION)
-    tk = load_tile(TK, col0, tk_strides[3], n_k, D, COLS, BLOCK_D, True, PRECISION)
+    tk = load_tile(TK, col0, tk_strides[3], n_k, D, COLS, BLOCK_D, True, PRECISION) if TK is not None else None
     v = load_tile(V, col0, v_strides[3], n_k, DV, COLS, BLOCK_DV, True, PRECISION)
-    tv = load_tile(TV, col0, tv_strides[3], n_k, DV, COLS, BLOCK_DV, True, PRECISION)
+    tv = load_tile(TV, col0, tv_strides[3], n_k, DV, COLS, BLOCK_DV, True, PRECISION) if TV is not None else None
     dk = tl.zeros([COLS, BLOCK_D], tl.float32)
     dv = tl.zeros([COLS, BLOCK_DV], tl.float32)
     start, full = row_range(col0, n_q, ROWS, COLS, CAUSAL)
@@ -154,12 +157,14 @@ def backward_tangent_keys_kernel(
                 Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, DQ, k, tk, v, tv, row0, col0,
                 q_strides[3], tq_strides[3], do_strides[3], tdo_strides[3], n_q, n_k, scale, dk, dv,
                 D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, True, PRECISION, DK is not None, DV_ is not None,
+                RAGGED, RAGGED_KEYS,
             )  # fmt: skip
     for row0 in range(tl.maximum(start, full), n_q, ROWS):
         dk, dv = _keys_step(
             Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, DQ, k, tk, v, tv, row0, col0,
             q_strides[3], tq_strides[3], do_strides[3], tdo_strides[3], n_q, n_k, scale, dk, dv,
             D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, False, PRECISION, DK is not None, DV_ is not None,
+            RAGGED, RAGGED_KEYS,
         )  # fmt: skip
     if DK is not None:
         store_tile(DK, dk * scale, col0, dk_strides[3], n_k, D, COLS, BLOCK_D)
@@ -169,22 +174,22 @@ def backward_tangent_keys_kernel(
 
 @triton.jit
 def _queries_step(
-    K, TK, V, TV, q, tq, do, tdo, lse2, mu, delta, tdelta, row0, col0, k_row, tk_row, v_row, tv_row, n_k, scale, dq,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    K, TK, V, TV, q, tq, do, tdo, high, low, mu, delta, tdelta, row0, col0, k_row, tk_row, v_row, tv_row, n_k, scale,
+    dq, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     k = load_tile(K, col0, k_row, n_k, D, COLS, BLOCK_D, MASKED, PRECISION)
-    tk = load_tile(TK, col0, tk_row, n_k, D, COLS, BLOCK_D, MASKED, PRECISION)
+    tk = load_tile(TK, col0, tk_row, n_k, D, COLS, BLOCK_D, MASKED, PRECISION) if TK is not None else None
     v = load_tile(V, col0, v_row, n_k, DV, COLS, BLOCK_DV, MASKED, PRECISION)
-    tv = load_tile(TV, col0, tv_row, n_k, DV, COLS, BLOCK_DV, MASKED, PRECISION)
-    p = tl.exp2(dot(q, transposed(k), None, PRECISION) * (scale * LOG2E) - lse2)
+    tv = load_tile(TV, col0, tv_row, n_k, DV, COLS, BLOCK_DV, MASKED, PRECISION) if TV is not None else None
+    s = dot(q, tl.trans(k), None, PRECISION)
+    p = probabilities(s, scale, high[:, None], low[:, None], q.dtype == tl.float32)
     if MASKED:
         p = tl.where(visible(row0, col0, n_k, ROWS, COLS, CAUSAL), p, 0.0)
-    ts = dot_pair(tq, transposed(k), q, transposed(tk), None, PRECISION)
-    if ts is not None:
-        ts = ts * scale
-    dp = dot_pair(do, transposed(v), None, None, None, PRECISION)
-    tdp = dot_pair(do, transposed(tv), tdo, transposed(v), None, PRECISION)
+    ts = dot_pair(tq, k, q, tk, PRECISION) * scale if tq is not None or tk is not None else None
+    dp = dot(do, tl.trans(v), None, PRECISION) if do is not None else None
+    has_tdp: tl.constexpr = tdo is not None or (tv is not None and do is not None)
+    tdp = dot_pair(do, tv, tdo, v, PRECISION) if has_tdp else None
     tds = _second_order(p, ts, dp, tdp, mu, delta, tdelta)
     dq = dot(as_operand(tds, q.dtype, PRECISION), k, dq, PRECISION)
     if tk is not None:
@@ -192,7 +197,7 @@ def _queries_step(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def backward_tangent_queries_kernel(
     Q, K, V, L, DO, TQ, TK, TV, TDO, MU, DELTA, TDELTA, DQ,
     q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides, dq_strides,
@@ -207,17 +212,17 @@ def backward_tangent_queries_kernel(
     Q = head_pointer(Q, z, lead1, lead2, q_strides)
     K = head_pointer(K, z, lead1, lead2, k_strides)
     V = head_pointer(V, z, lead1, lead2, v_strides)
-    DO = head_pointer(DO, z, lead1, lead2, do_strides)
-    TQ = head_pointer(TQ, z, lead1, lead2, tq_strides)
-    TK = head_pointer(TK, z, lead1, lead2, tk_strides)
-    TV = head_pointer(TV, z, lead1, lead2, tv_strides)
-    TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides)
+    DO = head_pointer(DO, z, lead1, lead2, do_strides) if DO is not None else None
+    TQ = head_pointer(TQ, z, lead1, lead2, tq_strides) if TQ is not None else None
+    TK = head_pointer(TK, z, lead1, lead2, tk_strides) if TK is not None else None
+    TV = head_pointer(TV, z, lead1, lead2, tv_strides) if TV is not None else None
+    TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides) if TDO is not None else None
     DQ = head_pointer(DQ, z, lead1, lead2, dq_strides)
     q = load_tile(Q, row0, q_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION)
-    tq = load_tile(TQ, row0, tq_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION)
-    do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, PRECISION)
-    tdo = load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, PRECISION)
-    lse2 = load_lse2(L + z * n_q, row0, n_q, ROWS)[:, None]
+    tq = load_tile(TQ, row0, tq_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION) if TQ is not None else None
+    do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, PRECISION) if DO is not None else None
+    tdo = load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, PRECISION) if TDO is not None else None
+    high, low = load_lse(L + z * n_q, row0, n_q, ROWS)
     mu = load_row_vector(MU + z * n_q, row0, n_q, ROWS)[:, None]
     delta = load_row_vector(DELTA + z * n_q, row0, n_q, ROWS)[:, None]
     tdelta = load_row_vector(TDELTA + z * n_q, row0, n_q, ROWS)[:, None]
@@ -225,13 +230,13 @@ def backward_tangent_queries_kernel(
     full, end = column_range(row0, n_k, ROWS, COLS, CAUSAL)
     for col0 in range(0, full, COLS):
         dq = _queries_step(
-            K, TK, V, TV, q, tq, do, tdo, lse2, mu, delta, tdelta, row0, col0,
+            K, TK, V, TV, q, tq, do, tdo, high, low, mu, delta, tdelta, row0, col0,
             k_strides[3], tk_strides[3], v_strides[3], tv_strides[3], n_k, scale, dq,
             D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, CAUSAL, False, PRECISION,
         )  # fmt: skip
     for col0 in range(full, end, COLS):
         dq = _queries_step(
-            K, TK, V, TV, q, tq, do, tdo, lse2, mu, delta, tdelta, row0, col0,
+            K, TK, V, TV, q, tq, do, tdo, high, low, mu, delta, tdelta, row0, col0,
             k_strides[3], tk_strides[3], v_strides[3], tv_strides[3], n_k, scale, dq,
             D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, CAUSAL, True, PRECISION,
         )  # fmt: skip
@@ -251,7 +256,7 @@ def backward_tangent(
     """
     heads = launch.Heads(q)
     q, k, v, o, do, tq, tk, tv, to, tdo = heads.fold(q, k, v, o, do, tq, tk, tv, to, tdo)
-    lse, dl, tl_, tdl = heads.row_vectors(lse, dl, tl_, tdl)
+    lse, dl, tl_, tdl = launch.row_vectors(lse, dl, tl_, tdl)
     n_q, n_k = q.shape[-2], k.shape[-2]
     delta, tdelta = row_scalars(heads, o, do, dl, to=to, tdo=tdo, tdl=tdl, second_order=True)
     moves_p = tq is not None or tk is not None
@@ -268,7 +273,9 @@ def backward_tangent(
             backward_tangent_keys_kernel[heads.grid(tiles)](
                 q, k, v, lse, do, tq, tk, tv, tdo, tl_, delta, tdelta, dq32, dk, dv,
                 *heads.strides(q, k, v, do, tq, tk, tv, tdo, dk, dv),
-                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, **constants,
+                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale,
+                RAGGED=n_q % constants["ROWS"] != 0, RAGGED_KEYS=n_k % constants["COLS"] != 0,
+                **constants,
             )  # fmt: skip
         if dq is not None and dq32 is None:
             constants = launch.constants("backward_tangent_queries", q, v, spec)

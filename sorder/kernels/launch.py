@@ -37,7 +37,10 @@ class Heads:
             self.folded = (math.prod(self.lead[:-2]), self.lead[-2], self.lead[-1])
 
     def fold(self, *matrices: torch.Tensor | None) -> tuple[Any, ...]:
-        """Matrices (..., N, d) with at most three leading dimensions and a unit stride along d; copies only where it must."""
+        """Matrices (..., N, d) with at most three leading dimensions and a unit stride along d.
+
+        Copies only where it must.
+        """
         return tuple(None if x is None else self._fold(x) for x in matrices)
 
     def _fold(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,13 +52,9 @@ class Heads:
         """Undoes :meth:`fold` on an output."""
         return x.view(*self.lead, *x.shape[-2:]) if len(self.lead) > 3 else x
 
-    def row_vectors(self, *vectors: torch.Tensor | None) -> tuple[Any, ...]:
-        """Row vectors (..., N) as contiguous float32."""
-        return tuple(None if x is None else x.to(torch.float32).contiguous() for x in vectors)
-
-    def new_row_vector(self, like: torch.Tensor) -> torch.Tensor:
-        """Uninitialised float32 (..., N) for the N rows of a folded matrix."""
-        return like.new_empty((*self.lead, like.shape[-2]), dtype=torch.float32)
+    def new_row_vector(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Uninitialised (..., N) for the N rows of a folded matrix."""
+        return like.new_empty((*self.lead, like.shape[-2]), dtype=dtype)
 
     def strides(self, *matrices: torch.Tensor | None) -> tuple[tuple[int, ...], ...]:
         pad = (0,) * max(0, 3 - len(self.lead))
@@ -70,6 +69,11 @@ class Heads:
 def new_matrix(like: torch.Tensor, width: int) -> torch.Tensor:
     """Uninitialised output with the rows of ``like``; keeps its memory layout where the width agrees."""
     return torch.empty_like(like) if like.shape[-1] == width else like.new_empty((*like.shape[:-1], width))
+
+
+def row_vectors(*vectors: torch.Tensor | None) -> tuple[Any, ...]:
+    """Row vectors (..., N) in contiguous memory, as the kernels read them."""
+    return tuple(None if x is None else x.contiguous() for x in vectors)
 
 
 def block(width: int) -> int:
@@ -104,13 +108,14 @@ def _dot_precision(q: torch.Tensor, spec: AttentionSpec) -> str:
     return "tf32" if spec.precision == "tf32" else "tf32x3"
 
 
-# Measured on an H200. Rows are queries, columns keys; keyed on the kernel, bytes of an element and the wider padded head width.
+# Measured on an H200. Rows are queries, columns keys; keyed on the kernel, bytes of an element and the wider padded
+# head width.
 _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
     ("forward", 2, 256): Config(64, 32, 8, 2),
-    ("tangent", 2, 64): Config(128, 64, 4, 2),
-    ("tangent", 2, 128): Config(128, 64, 8, 2),
+    ("tangent", 2, 64): Config(128, 64, 8, 2),
+    ("tangent", 2, 128): Config(128, 32, 8, 2),
     ("tangent", 2, 256): Config(64, 32, 8, 2),
     ("backward_keys", 2, 64): Config(64, 64, 4, 3),
     ("backward_keys", 2, 128): Config(32, 128, 8, 3),
@@ -119,11 +124,11 @@ _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("backward_queries", 2, 128): Config(128, 64, 8, 2),
     ("backward_queries", 2, 256): Config(64, 16, 8, 2),
     ("backward_tangent_atomic", 2, 64): Config(64, 64, 4, 2),
-    ("backward_tangent_keys", 2, 64): Config(64, 64, 4, 3),
+    ("backward_tangent_keys", 2, 64): Config(32, 128, 8, 3),
     ("backward_tangent_keys", 2, 128): Config(32, 128, 8, 3),
     ("backward_tangent_keys", 2, 256): Config(16, 64, 8, 2),
     ("backward_tangent_queries", 2, 64): Config(128, 64, 8, 3),
-    ("backward_tangent_queries", 2, 128): Config(128, 64, 8, 2),
+    ("backward_tangent_queries", 2, 128): Config(128, 32, 8, 2),
     ("backward_tangent_queries", 2, 256): Config(64, 16, 8, 2),
     ("forward", 4, 64): Config(64, 32, 4, 2),
     ("forward", 4, 128): Config(64, 32, 8, 2),
@@ -137,7 +142,6 @@ _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("backward_queries", 4, 64): Config(64, 32, 4, 2),
     ("backward_queries", 4, 128): Config(32, 32, 8, 1),
     ("backward_queries", 4, 256): Config(16, 16, 8, 1),
-    ("backward_tangent_atomic", 4, 64): Config(32, 64, 4, 1),
     ("backward_tangent_keys", 4, 64): Config(32, 64, 4, 1),
     ("backward_tangent_keys", 4, 128): Config(32, 32, 8, 1),
     ("backward_tangent_keys", 4, 256): Config(16, 16, 8, 1),
@@ -157,5 +161,6 @@ def settings(kernel: str, block_d: int, dtype: torch.dtype) -> Config:
 
 
 def prefers_atomics(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether T adds dQ̇ up with atomics: measured faster up to width 64; never under deterministic algorithms."""
-    return max(q.shape[-1], v.shape[-1]) <= 64 and not torch.are_deterministic_algorithms_enabled()
+    """Whether T adds dQ̇ up with atomics: measured faster in 16 bits up to width 64; never under deterministic algorithms."""
+    narrow = q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 64
+    return narrow and not torch.are_deterministic_algorithms_enabled()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from sorder.kernels import launch
-from sorder.kernels.tiles import head_pointer, load_row_vector, load_tile, program_head_and_tile
+from sorder.kernels.tiles import SIZES, head_pointer, load_row_vector, load_tile, program_head_and_tile
 
 _ROWS = 64
 
@@ -21,11 +21,10 @@ _ROWS = 64
 def _row_dot(a, b):
     if a is None or b is None:
         return 0.0
-    else:
-        return tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    return tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def row_scalars_kernel(
     O, DO, TO, TDO, DL, TDL, DELTA, TDELTA, o_strides, do_strides, to_strides, tdo_strides,
     lead1, lead2, tiles, heads, n_q, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
@@ -35,19 +34,19 @@ def row_scalars_kernel(
         return
     row0 = tile * ROWS
     O = head_pointer(O, z, lead1, lead2, o_strides)
-    DO = head_pointer(DO, z, lead1, lead2, do_strides)
-    TO = head_pointer(TO, z, lead1, lead2, to_strides)
-    TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides)
+    DO = head_pointer(DO, z, lead1, lead2, do_strides) if DO is not None else None
+    TO = head_pointer(TO, z, lead1, lead2, to_strides) if TO is not None else None
+    TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides) if TDO is not None else None
     o = load_tile(O, row0, o_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
-    do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
+    do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee") if DO is not None else None
     rows = row0 + tl.arange(0, ROWS)
     delta = tl.zeros([ROWS], tl.float32) + _row_dot(do, o)
     if DL is not None:
         delta -= load_row_vector(DL + z * n_q, row0, n_q, ROWS)
     tl.store(DELTA + z * n_q + rows, delta, mask=rows < n_q)
     if TDELTA is not None:
-        to = load_tile(TO, row0, to_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
-        tdo = load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
+        to = load_tile(TO, row0, to_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee") if TO is not None else None
+        tdo = load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee") if TDO is not None else None
         tdelta = tl.zeros([ROWS], tl.float32) + _row_dot(tdo, o) + _row_dot(do, to)
         if TDL is not None:
             tdelta -= load_row_vector(TDL + z * n_q, row0, n_q, ROWS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 Precision = Literal["ieee", "tf32"]
 
 
@@ -22,3 +24,13 @@ class AttentionSpec:
     scale: float
     causal: bool
     precision: Precision = "ieee"
+
+
+def lse_dtype(q: torch.Tensor) -> torch.dtype:
+    """Dtype of the log-sum-exp that F hands to the other maps: float64 for float32 inputs, where less costs accuracy.
+
+    Its rounding scales whole rows of P = exp(s − L). (Apple's GPUs have no float64; there it stays float32.)
+    """
+    if q.dtype in (torch.float32, torch.float64) and q.device.type != "mps":
+        return torch.float64
+    return torch.float32

@@ -15,37 +15,37 @@ import triton.language as tl
 from sorder.kernels import launch
 from sorder.kernels.spec import AttentionSpec
 from sorder.kernels.tiles import (
-    LOG2E,
+    SIZES,
     as_operand,
     column_range,
     dot,
     dot_pair,
     head_pointer,
-    load_lse2,
+    load_lse,
     load_tile,
+    probabilities,
     program_head_and_tile,
     store_tile,
-    transposed,
     visible,
 )
 
 
 @triton.jit
 def _accumulate(
-    q, tq, K, V, TK, TV, row0, col0, k_row, v_row, tk_row, tv_row, n_k, scale, lse2, acc, mu,
+    q, tq, K, V, TK, TV, row0, col0, k_row, v_row, tk_row, tv_row, n_k, scale, high, low, acc, mu,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     k = load_tile(K, col0, k_row, n_k, D, COLS, BLOCK_D, MASKED, PRECISION)
-    tk = load_tile(TK, col0, tk_row, n_k, D, COLS, BLOCK_D, MASKED, PRECISION)
-    tv = load_tile(TV, col0, tv_row, n_k, DV, COLS, BLOCK_DV, MASKED, PRECISION)
-    s2 = dot(q, transposed(k), None, PRECISION) * (scale * LOG2E)
-    p = tl.exp2(s2 - lse2[:, None])
+    tk = load_tile(TK, col0, tk_row, n_k, D, COLS, BLOCK_D, MASKED, PRECISION) if TK is not None else None
+    tv = load_tile(TV, col0, tv_row, n_k, DV, COLS, BLOCK_DV, MASKED, PRECISION) if TV is not None else None
+    s = dot(q, tl.trans(k), None, PRECISION)
+    p = probabilities(s, scale, high[:, None], low[:, None], q.dtype == tl.float32)
     if MASKED:
         p = tl.where(visible(row0, col0, n_k, ROWS, COLS, CAUSAL), p, 0.0)
     if tq is not None or tk is not None:
         v = load_tile(V, col0, v_row, n_k, DV, COLS, BLOCK_DV, MASKED, PRECISION)
-        pts = p * (dot_pair(tq, transposed(k), q, transposed(tk), None, PRECISION) * scale)
+        pts = p * (dot_pair(tq, k, q, tk, PRECISION) * scale)
         mu += tl.sum(pts, 1)
         acc = dot(as_operand(pts, q.dtype, PRECISION), v, acc, PRECISION)
     if tv is not None:
@@ -53,7 +53,7 @@ def _accumulate(
     return acc, mu
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def tangent_kernel(
     Q, K, V, O, L, TQ, TK, TV, TO, TL,
     q_strides, k_strides, v_strides, o_strides, tq_strides, tk_strides, tv_strides, to_strides,
@@ -69,25 +69,25 @@ def tangent_kernel(
     K = head_pointer(K, z, lead1, lead2, k_strides)
     V = head_pointer(V, z, lead1, lead2, v_strides)
     O = head_pointer(O, z, lead1, lead2, o_strides)
-    TQ = head_pointer(TQ, z, lead1, lead2, tq_strides)
-    TK = head_pointer(TK, z, lead1, lead2, tk_strides)
-    TV = head_pointer(TV, z, lead1, lead2, tv_strides)
+    TQ = head_pointer(TQ, z, lead1, lead2, tq_strides) if TQ is not None else None
+    TK = head_pointer(TK, z, lead1, lead2, tk_strides) if TK is not None else None
+    TV = head_pointer(TV, z, lead1, lead2, tv_strides) if TV is not None else None
     TO = head_pointer(TO, z, lead1, lead2, to_strides)
     q = load_tile(Q, row0, q_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION)
-    tq = load_tile(TQ, row0, tq_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION)
-    lse2 = load_lse2(L + z * n_q, row0, n_q, ROWS)
+    tq = load_tile(TQ, row0, tq_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION) if TQ is not None else None
+    high, low = load_lse(L + z * n_q, row0, n_q, ROWS)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     mu = tl.zeros([ROWS], tl.float32)
     full, end = column_range(row0, n_k, ROWS, COLS, CAUSAL)
     for col0 in range(0, full, COLS):
         acc, mu = _accumulate(
             q, tq, K, V, TK, TV, row0, col0, k_strides[3], v_strides[3], tk_strides[3], tv_strides[3], n_k, scale,
-            lse2, acc, mu, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, CAUSAL, False, PRECISION,
+            high, low, acc, mu, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, CAUSAL, False, PRECISION,
         )  # fmt: skip
     for col0 in range(full, end, COLS):
         acc, mu = _accumulate(
             q, tq, K, V, TK, TV, row0, col0, k_strides[3], v_strides[3], tk_strides[3], tv_strides[3], n_k, scale,
-            lse2, acc, mu, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, CAUSAL, True, PRECISION,
+            high, low, acc, mu, D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, CAUSAL, True, PRECISION,
         )  # fmt: skip
     if TQ is not None or TK is not None:
         o = load_tile(O, row0, o_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
@@ -104,7 +104,7 @@ def tangent(
     """Tangents Ȯ (like ``o``) and L̇ (like ``lse``); at least one of ``tq``, ``tk``, ``tv`` is given."""
     heads = launch.Heads(q)
     q, k, v, o, tq, tk, tv = heads.fold(q, k, v, o, tq, tk, tv)
-    (lse,) = heads.row_vectors(lse)
+    (lse,) = launch.row_vectors(lse)
     n_q, n_k = q.shape[-2], k.shape[-2]
     to, tl_ = launch.new_matrix(o, o.shape[-1]), torch.empty_like(lse)
     constants = launch.constants("tangent", q, v, spec)

@@ -1,14 +1,18 @@
 """Device-side pieces that every attention kernel uses: addressing, tile loads and stores, products, tile ranges.
 
-Conventions of all kernels in this folder. A *head* is one (N, d) problem; up to three leading dimensions are flattened into
-one head index ``z`` with separate strides, so no layout needs a copy. Matrices come with ``strides = (s0, s1, s2, row)`` and a
-unit stride along the width; row vectors (log-sum-exp, μ, D, Ḋ) are contiguous float32 of shape (heads, N). Offsets that grow with
-N or z are 64-bit; offsets within a tile are 32-bit. Scores live in base 2, ``exp(s − L) = exp2(s·log₂e − L·log₂e)``.
-An absent tensor is ``None``, which Triton folds at compile time: its products are never issued.
+Conventions of all kernels in this folder. A *head* is one (N, d) problem; up to three leading dimensions are flattened
+into one head index ``z`` with separate strides, so no layout needs a copy. Matrices come with ``strides = (s0, s1, s2,
+row)`` and a unit stride along the width; row vectors (log-sum-exp, μ, D, Ḋ) are contiguous float32 of shape (heads,
+N). Offsets that grow with N or z are 64-bit; offsets within a tile are 32-bit. Scores live in base 2, ``exp(s − L) =
+exp2(s·log₂e − L·log₂e)``. An absent tensor is ``None``, which Triton folds at compile time: its products are never
+issued.
 """
 
 import triton
 import triton.language as tl
+
+SIZES = ("lead1", "lead2", "tiles", "heads", "n_q", "n_k")
+"""Arguments that every kernel takes and on whose values none is specialised: a new length never compiles anew."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -23,12 +27,9 @@ def program_head_and_tile(tiles):
 
 @triton.jit
 def head_pointer(base, z, lead1, lead2, strides):
-    """Address of head ``z`` of a matrix whose leading sizes are (·, lead1, lead2). ``None`` stays ``None``."""
-    if base is None:
-        return None
-    else:
-        outer = z // lead2
-        return base + (outer // lead1) * strides[0] + (outer % lead1) * strides[1] + (z % lead2) * strides[2]
+    """Address of head ``z`` of a matrix whose leading sizes are (·, lead1, lead2)."""
+    outer = z // lead2
+    return base + (outer // lead1) * strides[0] + (outer % lead1) * strides[1] + (z % lead2) * strides[2]
 
 
 @triton.jit
@@ -52,7 +53,7 @@ def round_to_tf32(x):
 @triton.jit
 def as_operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """A float32 tile as an operand of a product: rounded to the inputs' dtype, or to TF32 where that was asked for."""
-    if DTYPE != tl.float32:
+    if tl.float32 != DTYPE:
         return x.to(DTYPE)
     elif PRECISION == "tf32":
         return round_to_tf32(x)
@@ -72,71 +73,82 @@ def load_tile(
     CHECK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows ``first …`` of a head as a (ROWS, COLS) operand; zeros beyond ``limit`` rows (if CHECK) and WIDTH columns."""
-    if base is None:
-        return None
+    """Rows ``first …`` of a head as a (ROWS, COLS) operand.
+
+    Zeros beyond ``limit`` rows (if CHECK) and WIDTH columns.
+    """
+    pointers = tile_pointers(base, first, stride, ROWS, COLS)
+    if CHECK:
+        x = tl.load(pointers, mask=tile_mask(first, limit, WIDTH, ROWS, COLS), other=0.0)
+    elif WIDTH != COLS:
+        x = tl.load(pointers, mask=(tl.arange(0, COLS) < WIDTH)[None, :], other=0.0)
     else:
-        pointers = tile_pointers(base, first, stride, ROWS, COLS)
-        if CHECK:
-            x = tl.load(pointers, mask=tile_mask(first, limit, WIDTH, ROWS, COLS), other=0.0)
-        elif WIDTH != COLS:
-            x = tl.load(pointers, mask=(tl.arange(0, COLS) < WIDTH)[None, :], other=0.0)
-        else:
-            x = tl.load(pointers)
-        if x.dtype == tl.float32:
-            x = as_operand(x, tl.float32, PRECISION)
-        return x
+        x = tl.load(pointers)
+    if x.dtype == tl.float32:
+        x = as_operand(x, tl.float32, PRECISION)
+    return x
 
 
 @triton.jit
-def store_tile(
-    base, value, first, stride, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
+def store_tile(base, value, first, stride, limit, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     pointers = tile_pointers(base, first, stride, ROWS, COLS)
-    tl.store(
-        pointers, value.to(base.dtype.element_ty), mask=tile_mask(first, limit, WIDTH, ROWS, COLS)
-    )
+    tl.store(pointers, value.to(base.dtype.element_ty), mask=tile_mask(first, limit, WIDTH, ROWS, COLS))
 
 
 @triton.jit
 def load_row_vector(base, first, limit, ROWS: tl.constexpr):
-    if base is None:
-        return None
-    else:
-        rows = first + tl.arange(0, ROWS)
-        return tl.load(base + rows, mask=rows < limit, other=0.0)
+    rows = first + tl.arange(0, ROWS)
+    return tl.load(base + rows, mask=rows < limit, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_lse2(base, first, limit, ROWS: tl.constexpr):
-    """Log-sum-exp in base 2. Rows that see nothing (−∞) and rows beyond the end get +∞, so that their P is exactly 0."""
+def load_lse(base, first, limit, ROWS: tl.constexpr):
+    """(high, low) float32 parts of the log-sum-exp: in base 2 with low = 0 for 16-bit inputs, natural for float32 ones.
+
+    Rows that see nothing (−∞) and rows beyond the end get +∞, so that their P is exactly 0.
+    """
     rows = first + tl.arange(0, ROWS)
     lse = tl.load(base + rows, mask=rows < limit, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    if lse.dtype == tl.float64:
+        high = lse.to(tl.float32)
+        finite = tl.where(lse == float("inf"), 0.0, lse)
+        low = (finite - finite.to(tl.float32).to(tl.float64)).to(tl.float32)
+    else:
+        high = lse * LOG2E
+        low = tl.zeros([ROWS], tl.float32)
+    return high, low
+
+
+@triton.jit
+def probabilities(s, scale, lse_high, lse_low, EXACT: tl.constexpr):
+    """P = exp(scale·s − L). EXACT (float32 inputs) keeps the exponent's rounding relative to the exponent, not to the
+    score.
+    """
+    if EXACT:
+        return tl.exp((s * scale - lse_high) - lse_low)
+    else:
+        return tl.exp2(s * (scale * LOG2E) - lse_high)
 
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """``acc + a·b`` accumulated in float32; ``acc`` may be ``None``. PRECISION (float32 operands) is Triton's ``input_precision``."""
+    """``acc + a·b`` accumulated in float32; ``acc`` may be ``None``.
+
+    PRECISION (float32 operands) is Triton's ``input_precision``.
+    """
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
-def dot_pair(a, b, c, d, acc, PRECISION: tl.constexpr):
-    """``acc + a·b + c·d``, where a pair with an absent factor, or an absent ``acc``, contributes nothing."""
-    if a is not None and b is not None:
-        acc = dot(a, b, acc, PRECISION)
-    if c is not None and d is not None:
-        acc = dot(c, d, acc, PRECISION)
-    return acc
-
-
-@triton.jit
-def transposed(x):
-    if x is None:
-        return None
+def dot_pair(a, b, c, d, PRECISION: tl.constexpr):
+    """``a·bᵀ + c·dᵀ``, where a pair with an absent factor contributes nothing; one pair at least is whole."""
+    if a is None or b is None:
+        return dot(c, tl.trans(d), None, PRECISION)
+    elif c is None or d is None:
+        return dot(a, tl.trans(b), None, PRECISION)
     else:
-        return tl.trans(x)
+        return dot(c, tl.trans(d), dot(a, tl.trans(b), None, PRECISION), PRECISION)
 
 
 @triton.jit
@@ -151,7 +163,9 @@ def visible(row0, col0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.
 
 @triton.jit
 def column_range(row0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(full, end) for a sweep of rows row0 …: key tiles below ``full`` need no mask, those from ``full`` to ``end`` do."""
+    """(full, end) for a sweep of rows row0 …: key tiles below ``full`` need no mask, those from ``full`` to ``end``
+    do.
+    """
     if CAUSAL:
         full = tl.minimum(row0 + 1, n_k) // COLS * COLS
         end = tl.minimum(row0 + ROWS, n_k)
@@ -163,7 +177,9 @@ def column_range(row0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.c
 
 @triton.jit
 def row_range(col0, n_q, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(start, full) for a sweep of keys col0 …: row tiles from ``start`` to ``full`` cross the diagonal, later ones do not."""
+    """(start, full) for a sweep of keys col0 …: row tiles from ``start`` to ``full`` cross the diagonal, later ones
+    do not.
+    """
     if CAUSAL:
         start = col0 // ROWS * ROWS
         full = tl.minimum((col0 + COLS + ROWS - 2) // ROWS * ROWS, (n_q + ROWS - 1) // ROWS * ROWS)

@@ -1,7 +1,8 @@
-"""The four maps in tiled PyTorch: any device, any floating dtype, extra memory O(N · tile). The readable reference of the kernels.
+"""The four maps in tiled PyTorch, on any device and floating dtype, with extra memory O(N · tile).
 
-Every map sweeps over tiles of query rows, each against all the keys it sees. Products and row statistics are in float32, or float64
-for float64 inputs. Formulas are in the docstrings of the kernel files of the same names; letters: ``t…`` tangents, ``d…`` cotangents.
+Every map sweeps over tiles of query rows, each against all the keys it sees. Products and row statistics are in
+float32, or float64 for float64 inputs. Formulas are in the docstrings of the kernel files of the same names; letters:
+``t…`` tangents, ``d…`` cotangents.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sorder.kernels.spec import AttentionSpec
+from sorder.kernels.spec import AttentionSpec, lse_dtype
 
 Optional = torch.Tensor | None
 
@@ -61,7 +62,9 @@ def _tiles(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> Iterator[tu
 
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, mask: Optional, scale: float) -> torch.Tensor:
-    p = torch.exp(scale * (q @ k.mT) - lse[..., None])
+    high = lse.to(q.dtype)
+    low = (lse - high).to(q.dtype)  # not zero where a float32 problem keeps its log-sum-exp in float64
+    p = torch.exp(scale * (q @ k.mT) - high[..., None] - low[..., None])
     return p if mask is None else p.masked_fill(~mask, 0.0)
 
 
@@ -79,23 +82,31 @@ def _at(x: Optional, *index: Any) -> Any:
     return None if x is None else x[(..., *index)]
 
 
+def _cast(dtype: torch.dtype, *tensors: Optional) -> Any:
+    return tuple(None if x is None else x.to(dtype) for x in tensors)
+
+
 def _row_dot(a: Optional, b: Optional) -> Any:
     return None if a is None or b is None else (a * b).sum(-1)
 
 
 @_exact_products
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
     """F: output (..., Nq, dv) and log-sum-exp (..., Nq)."""
-    dtype = q.dtype
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
     q, k, v = _upcast(q, k, v)
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-    lse = q.new_empty(q.shape[:-1])
     for r, c, mask in _tiles(q, k, spec):
         s = spec.scale * (q[..., r, :] @ k[..., c, :].mT)
         if mask is not None:
             s = s.masked_fill(~mask, -math.inf)
-        lse[..., r] = s.logsumexp(-1)
-        o[..., r, :] = torch.exp(s - lse[..., r, None]) @ v[..., c, :]
+        m = s.amax(-1, keepdim=True)
+        p = torch.exp(s - m)
+        l = p.sum(-1, keepdim=True)
+        lse[..., r] = (m.to(lse.dtype) + l.log().to(lse.dtype))[..., 0]
+        o[..., r, :] = (p / l) @ v[..., c, :]
     return o, lse
 
 
@@ -135,6 +146,7 @@ def backward(
     """B: cotangents (dQ, dK, dV) of the letters in ``wanted``; ``None`` for the others and for a dV that is zero."""
     dtype = q.dtype
     q, k, v, o, do = _upcast(q, k, v, o, do)
+    (dl,) = _cast(q.dtype, dl)
     dq, dk = (torch.zeros_like(x) if name in wanted else None for name, x in (("q", q), ("k", k)))
     dv = torch.zeros_like(v) if "v" in wanted and do is not None else None
     delta = _sum(_row_dot(do, o), None if dl is None else -dl)
@@ -151,10 +163,6 @@ def backward(
     return _cast(dtype, dq, dk, dv)
 
 
-def _cast(dtype: torch.dtype, *tensors: Optional) -> Any:
-    return tuple(None if x is None else x.to(dtype) for x in tensors)
-
-
 @_exact_products
 def backward_tangent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
@@ -164,6 +172,7 @@ def backward_tangent(
     """T: tangents (dQ̇, dK̇, dV̇) of the letters in ``wanted``; ``None`` for the others and for a dV̇ that is zero."""
     dtype = q.dtype
     q, k, v, o, do, tq, tk, tv, to, tdo = _upcast(q, k, v, o, do, tq, tk, tv, to, tdo)
+    dl, tl, tdl = _cast(q.dtype, dl, tl, tdl)
     moves_p = tq is not None or tk is not None
     dq, dk = (torch.zeros_like(x) if name in wanted else None for name, x in (("q", q), ("k", k)))
     wants_v = "v" in wanted and (tdo is not None or (moves_p and do is not None))

@@ -32,13 +32,15 @@ def attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Exact softmax attention with exact derivatives up to second order, in memory linear in the sequence length.
 
-    ``softmax(scale · query keyᵀ) value``, as :func:`torch.nn.functional.scaled_dot_product_attention` defines it, so that
-    switching is a rename. Second-order products (``torch.func.jvp(torch.func.grad(f), …)``, ``grad`` of ``jvp``, ``grad`` of
-    ``grad``, ``create_graph=True``, ``torch.func.linearize``, ``vmap`` of all these) never hold an Nq × Nk matrix. A third derivative
-    raises. On CUDA, first-order passes run on PyTorch's fused kernels where these accept the input.
+    ``softmax(scale · query keyᵀ) value``, as :func:`torch.nn.functional.scaled_dot_product_attention` defines it, so
+    that switching is a rename. Second-order products (``torch.func.jvp(torch.func.grad(f), …)``, ``grad`` of ``jvp``,
+    ``grad`` of ``grad``, ``create_graph=True``, ``torch.func.linearize``, ``vmap`` of all these) never hold an Nq × Nk
+    matrix. A third derivative raises. On CUDA, first-order passes run on PyTorch's fused kernels where these accept
+    the input.
 
     Args:
-        query: (..., Nq, d), floating point; any leading dimensions (batch, heads, …) and strides. A unit stride along d saves a copy.
+        query: (..., Nq, d), floating point; any leading dimensions (batch, heads, …) and strides. A unit stride along
+            d saves a copy.
         key: (..., Nk, d), of the same dtype; leading dimensions broadcast against the query's.
         value: (..., Nk, dv), of the same dtype; dv may differ from d. Widths up to 256.
         attn_mask: not supported yet; must be ``None``.
@@ -47,13 +49,13 @@ def attention(
         scale: factor of the scores; default 1/√d.
         enable_gqa: not supported yet; must be ``False``. Repeat the key and value heads instead.
         return_lse: also return the row log-sum-exp of the scores, natural logarithm, differentiable like the output.
-        precision: products of float32 inputs: ``"ieee"`` (float32-accurate, by three TF32 products) or ``"tf32"`` (one, operands
-            rounded to nearest). Default: what ``torch.backends.cuda.matmul.fp32_precision`` or
-            :func:`torch.set_float32_matmul_precision` say, "ieee" unless changed. 16-bit inputs accumulate in float32 always.
+        precision: products of float32 inputs: ``"ieee"`` (float32-accurate, by three TF32 products) or ``"tf32"``
+            (one, operands rounded to nearest). Default: what ``torch.backends.cuda.matmul.fp32_precision`` or
+            :func:`torch.set_float32_matmul_precision` say, "ieee" unless changed. 16-bit inputs accumulate in float32.
 
     Returns:
-        (..., Nq, dv) in the inputs' dtype (the autocast dtype under autocast); with ``return_lse`` also (..., Nq) in float32, or float64
-        for float64 inputs.
+        (..., Nq, dv) in the inputs' dtype (the autocast dtype under autocast); with ``return_lse`` also (..., Nq) in
+        float32, or float64 for float64 inputs.
 
     Raises:
         TypeError: an input is not a floating tensor, or dtypes differ.
@@ -67,13 +69,13 @@ def attention(
         >>> hessian_product.shape
         torch.Size([1, 2, 10, 8])
 
-    Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691) for the first order; the tangent of its backward is derived in
-    ``sorder/kernels/backward_tangent.py``.
+    Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691) for the first order; the tangent of its backward is derived
+    in ``sorder/kernels/backward_tangent.py``.
     """
     if attn_mask is not None:
         raise NotImplementedError(
-            f"attn_mask of shape {tuple(attn_mask.shape)}: masks are not supported yet. Use is_causal=True for a causal mask, or "
-            "materialised attention (torch.nn.attention.sdpa_kernel(SDPBackend.MATH)) for others."
+            f"attn_mask of shape {tuple(attn_mask.shape)}: masks are not supported yet. Use is_causal=True for a "
+            "causal mask, or materialised attention (torch.nn.attention.sdpa_kernel(SDPBackend.MATH)) for others."
         )
     if dropout_p != 0.0:
         raise NotImplementedError(
@@ -81,21 +83,21 @@ def attention(
         )
     if enable_gqa:
         raise NotImplementedError(
-            "enable_gqa=True: grouped heads are not supported yet; repeat the heads of key and value with repeat_interleave."
+            "enable_gqa=True: grouped heads are not supported yet; repeat key and value heads with repeat_interleave."
         )
     query, key, value = _autocast(query, key, value)
     _check(query, key, value)
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    query, key, value = (
-        x if x.shape[:-2] == lead else x.expand(*lead, *x.shape[-2:]) for x in (query, key, value)
-    )
+    query, key, value = (x if x.shape[:-2] == lead else x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
     spec = AttentionSpec(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         causal=bool(is_causal),
         precision=_float32_precision() if precision is None else _checked_precision(precision),
     )
     output, lse = Attention.apply(query, key, value, spec)
-    return (output, lse) if return_lse else output
+    if not return_lse:
+        return output
+    return output, lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -117,7 +119,9 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
             "float16, bfloat16, float32, float64"
         )
     if not query.device == key.device == value.device:
-        raise ValueError(f"query, key and value are on {query.device}, {key.device}, {value.device}; they must share a device")
+        raise ValueError(
+            f"query, key and value are on {query.device}, {key.device}, {value.device}; they must share a device"
+        )
     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ValueError(f"each input must have at least two dimensions (..., N, width); got {shapes}")

@@ -2,9 +2,9 @@
 
     F --jvp--> J      F --backward--> B      B --jvp--> T      B --backward--> J, T      J --backward--> B, T
 
-B's rules treat O and L as caches of (Q, K, V): the total derivative is in T, so no gradient flows to them. Absent tangents and
-cotangents stay ``None`` all the way down, and their products are skipped. Every kernel launch inside a rule goes through a
-Function's ``apply``, so that nested transforms never hand a kernel a wrapped tensor.
+B's rules treat O and L as caches of (Q, K, V): the total derivative is in T, so no gradient flows to them. Absent
+tangents and cotangents stay ``None`` all the way down, and their products are skipped. Every kernel launch inside a
+rule goes through a Function's ``apply``, so that nested transforms never hand a kernel a wrapped tensor.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from sorder.ops import maps
 Optional = torch.Tensor | None
 
 _THIRD_ORDER = (
-    "sorder.attention has derivatives up to second order; this asks for a third. Take the highest one by finite differences of "
-    "second-order products, or use materialised attention (torch.nn.attention.sdpa_kernel(SDPBackend.MATH)) for this call."
+    "sorder.attention has derivatives up to second order; this asks for a third. Take the highest one by finite "
+    "differences of second-order products, or use materialised attention for this call "
+    "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
 )
 _FORWARD_OVER_FORWARD = (
-    "sorder.attention has no forward-over-forward derivative (jvp of jvp). The same second-order product is available as "
-    "jvp of grad, grad of jvp, or grad of grad: for a quadratic form v'Hv use torch.func.jvp(torch.func.grad(f), (x,), (v,))."
+    "sorder.attention has no forward-over-forward derivative (jvp of jvp), and none of third order (jvp of an hvp). "
+    "Second-order products are available as jvp of grad, grad of jvp, or grad of grad: for v'Hv use "
+    "torch.func.jvp(torch.func.grad(f), (x,), (v,))."
 )
 
 
@@ -147,9 +149,7 @@ class AttentionBackward(Function):
             return AttentionBackward.apply(*caches, tdo, tdl, ctx.wanted, ctx.spec)
         if to is None or tl is None:  # the caches' tangents did not come along
             to, tl = AttentionTangent.apply(*caches, tq, tk, tv, ctx.spec)
-        return AttentionBackwardTangent.apply(
-            *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec
-        )
+        return AttentionBackwardTangent.apply(*caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -157,7 +157,10 @@ class AttentionBackward(Function):
 
 
 class AttentionBackwardTangent(Function):
-    """T: (q, k, v, o, lse, do, dl, q̇, k̇, v̇, ȯ, l̇, dȯ, dl̇, wanted, spec) → (dq̇, dk̇, dv̇). Its own derivative is third order."""
+    """T: (q, k, v, o, lse, do, dl, q̇, k̇, v̇, ȯ, l̇, dȯ, dl̇, wanted, spec) → (dq̇, dk̇, dv̇).
+
+    Its own derivative is third order.
+    """
 
     @staticmethod
     def forward(*args: Any) -> Any:

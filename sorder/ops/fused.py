@@ -1,6 +1,6 @@
-"""F and B on PyTorch's own fused kernels (cuDNN, flash), which also hand over their log-sum-exp. First order stays as fast as SDPA.
+"""F and B on PyTorch's own fused kernels (cuDNN, flash), so that first order stays as fast as SDPA.
 
-They are called below autograd, so that what they return carries no graph of theirs.
+They hand over their log-sum-exp, and are called below autograd: what they return carries no graph of theirs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,22 @@ def backward(
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
     if kind is SDPBackend.CUDNN_ATTENTION:
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            do, q, k, v, o, lse.unsqueeze(-1), seed, seed, None, None, None, n_q, n_k, 0.0, spec.causal, scale=spec.scale
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse.unsqueeze(-1),
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            n_q,
+            n_k,
+            0.0,
+            spec.causal,
+            scale=spec.scale,
         )
     else:
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(

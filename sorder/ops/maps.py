@@ -1,4 +1,6 @@
-"""Which implementation serves one of the four maps: PyTorch's fused kernels, our Triton kernels, or the PyTorch twin."""
+"""Which implementation serves one of the four maps: PyTorch's fused kernels, our Triton kernels, or the PyTorch
+twin.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from sorder.kernels import twin
-from sorder.kernels.spec import AttentionSpec
+from sorder.kernels.spec import AttentionSpec, Precision
 from sorder.ops import fused
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -54,12 +56,76 @@ def _map(name: str, q: torch.Tensor, k: torch.Tensor) -> Callable[..., Any]:
     return getattr(twin, name)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """F: output (..., Nq, dv) and log-sum-exp (..., Nq), float32 or float64."""
+def _forward_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, precision: Precision
+) -> tuple[torch.Tensor, torch.Tensor]:
+    spec = AttentionSpec(scale, causal, precision)
     kind = fused.backend(q, k, v, spec)
     if kind is not None:
         return fused.forward(q, k, v, spec, kind)
     return _map("forward", q, k)(q, k, v, spec)
+
+
+def _tangent_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    tq: Optional, tk: Optional, tv: Optional, scale: float, causal: bool, precision: Precision,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    spec = AttentionSpec(scale, causal, precision)
+    return _map("tangent", q, k)(q, k, v, o, lse, tq, tk, tv, spec)
+
+
+def _backward_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    do: Optional, dl: Optional, wanted: str, scale: float, causal: bool, precision: Precision,
+) -> list[torch.Tensor]:  # fmt: skip
+    spec = AttentionSpec(scale, causal, precision)
+    kind = fused.backend(q, k, v, spec) if dl is None else None
+    if kind is not None and do is not None:
+        grads = fused.backward(q, k, v, o, lse, do, spec, kind)
+        return [g for name, g in zip("qkv", grads, strict=True) if name in wanted]
+    return [g for g in _map("backward", q, k)(q, k, v, o, lse, do, dl, wanted, spec) if g is not None]
+
+
+def _backward_tangent_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    do: Optional, dl: Optional, tq: Optional, tk: Optional, tv: Optional,
+    to: Optional, tl: Optional, tdo: Optional, tdl: Optional,
+    wanted: str, scale: float, causal: bool, precision: Precision,
+) -> list[torch.Tensor]:  # fmt: skip
+    spec = AttentionSpec(scale, causal, precision)
+    run = _map("backward_tangent", q, k)
+    outputs = run(q, k, v, o, lse, do, dl, tq, tk, tv, to, tl, tdo, tdl, wanted, spec)
+    return [x for x in outputs if x is not None]
+
+
+# Library operators, so that graph tracers (torch.func.linearize, make_fx) see one opaque call and not what a kernel
+# launch leaves
+# out. They return only the outputs that exist.
+_CACHES = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
+_SPEC = "float scale, bool causal, str precision"
+_library = torch.library.Library("sorder", "DEF")
+for _signature, _implementation in {
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {_SPEC}) -> (Tensor, Tensor)": _forward_op,
+    f"attention_tangent({_CACHES}, Tensor? tq, Tensor? tk, Tensor? tv, {_SPEC}) -> (Tensor, Tensor)": _tangent_op,
+    f"attention_backward({_CACHES}, Tensor? do, Tensor? dl, str wanted, {_SPEC}) -> Tensor[]": _backward_op,
+    f"attention_backward_tangent({_CACHES}, Tensor? do, Tensor? dl, Tensor? tq, Tensor? tk, Tensor? tv, "
+    f"Tensor? to, Tensor? tl, Tensor? tdo, Tensor? tdl, str wanted, {_SPEC}) -> Tensor[]": _backward_tangent_op,
+}.items():
+    _library.define(_signature)
+    _library.impl(_signature.split("(")[0], _implementation, "CompositeExplicitAutograd")
+
+
+def _spread(outputs: list[torch.Tensor], present: str) -> tuple[Optional, Optional, Optional]:
+    """(q, k, v) with ``None`` for the letters that are not present."""
+    remaining = iter(outputs)
+    return tuple(next(remaining) if name in present else None for name in "qkv")  # type: ignore[return-value]
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """F: output (..., Nq, dv) and log-sum-exp (..., Nq), float32 or float64."""
+    return torch.ops.sorder.attention_forward(q, k, v, spec.scale, spec.causal, spec.precision)
 
 
 def tangent(
@@ -69,7 +135,7 @@ def tangent(
     """J: tangents of F's outputs; ``None`` where no input moves."""
     if tq is None and tk is None and tv is None:
         return None, None
-    return _map("tangent", q, k)(q, k, v, o, lse, tq, tk, tv, spec)
+    return torch.ops.sorder.attention_tangent(q, k, v, o, lse, tq, tk, tv, spec.scale, spec.causal, spec.precision)
 
 
 def backward(
@@ -77,12 +143,14 @@ def backward(
     do: Optional, dl: Optional, wanted: str, spec: AttentionSpec,
 ) -> tuple[Optional, Optional, Optional]:  # fmt: skip
     """B: cotangents of F's inputs named in ``wanted``; ``None`` for the others and for those that are zero."""
+    if do is None:
+        wanted = wanted.replace("v", "")
     if not wanted or (do is None and dl is None):
         return None, None, None
-    kind = fused.backend(q, k, v, spec) if dl is None else None
-    if kind is not None and do is not None:
-        return fused.backward(q, k, v, o, lse, do, spec, kind)
-    return _map("backward", q, k)(q, k, v, o, lse, do, dl, wanted, spec)
+    outputs = torch.ops.sorder.attention_backward(
+        q, k, v, o, lse, do, dl, wanted, spec.scale, spec.causal, spec.precision
+    )
+    return _spread(outputs, wanted)
 
 
 def backward_tangent(
@@ -91,7 +159,13 @@ def backward_tangent(
     to: Optional, tl: Optional, tdo: Optional, tdl: Optional, wanted: str, spec: AttentionSpec,
 ) -> tuple[Optional, Optional, Optional]:  # fmt: skip
     """T: tangents of B's outputs named in ``wanted``; ``None`` for the others and for those that are zero."""
-    moves = tq is not None or tk is not None or tdo is not None or tdl is not None or (tv is not None and do is not None)
+    moves_p = tq is not None or tk is not None
+    if tdo is None and (not moves_p or do is None):
+        wanted = wanted.replace("v", "")
+    moves = moves_p or tdo is not None or tdl is not None or (tv is not None and do is not None)
     if not wanted or not moves:
         return None, None, None
-    return _map("backward_tangent", q, k)(q, k, v, o, lse, do, dl, tq, tk, tv, to, tl, tdo, tdl, wanted, spec)
+    outputs = torch.ops.sorder.attention_backward_tangent(
+        q, k, v, o, lse, do, dl, tq, tk, tv, to, tl, tdo, tdl, wanted, spec.scale, spec.causal, spec.precision
+    )
+    return _spread(outputs, wanted)

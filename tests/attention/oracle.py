@@ -1,4 +1,6 @@
-"""Dense float64 attention and its four maps by nested torch.func transforms: what every implementation is compared with."""
+"""Dense float64 attention and its four maps by nested torch.func transforms: what every implementation is compared
+with.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ def maps(
         return vjp(f, q, k, v)[1](cotangents)
 
     def defined(xs: tuple[Optional, ...], like: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(y) if x is None else x.double() for x, y in zip(xs, like, strict=True))
+        return tuple(
+            torch.zeros_like(y) if x is None else x.double().contiguous() for x, y in zip(xs, like, strict=True)
+        )
 
-    qkv = (q.double(), k.double(), v.double())
+    qkv = (q.double().contiguous(), k.double().contiguous(), v.double().contiguous())
     out = f(*qkv)
     t = defined(tangents, qkv)
     c, tc = defined(cotangents, out), defined(cotangent_tangents, out)
@@ -44,6 +48,9 @@ def maps(
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """‖got − want‖ / ‖want‖ in float64; the absolute norm where ``want`` is zero. NaN compares false with every bound."""
+    """‖got − want‖ / ‖want‖ in float64; the absolute norm where ``want`` is zero.
+
+    NaN compares false with every bound.
+    """
     difference, norm = (got.double() - want.double()).norm(), want.double().norm()
     return (difference / norm if norm > 0 else difference).item()

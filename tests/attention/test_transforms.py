@@ -1,0 +1,271 @@
+"""sorder.attention under every first- and second-order transform, against dense attention under the same transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch.func import grad, hessian, jacrev, jvp, linearize, vjp, vmap
+
+import sorder
+from sorder.kernels import twin
+from sorder.ops import maps
+
+from . import oracle
+
+Tensors = tuple[torch.Tensor, ...]
+SETTINGS = [
+    pytest.param(("cpu", torch.float64, 1e-13), id="twin"),
+    pytest.param(("interpreter", torch.float32, 3e-6), id="interpreter"),
+    pytest.param(("cuda", torch.float64, 1e-13), id="cuda-twin", marks=pytest.mark.gpu),
+    pytest.param(("cuda", torch.float32, 3e-6), id="cuda-float32", marks=pytest.mark.gpu),
+    pytest.param(("cuda", torch.bfloat16, 2e-2), id="cuda-bfloat16", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, torch.dtype, float]:
+    device, dtype, bound = request.param
+    if device == "interpreter":
+        if torch.cuda.is_available():
+            pytest.skip("the kernels are compiled, not interpreted")
+        pytest.importorskip("triton")
+        monkeypatch.setattr(maps, "kernels_serve", lambda q: True)
+        device = "cpu"
+    return device, dtype, bound
+
+
+def operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return sorder.attention(q, k, v, is_causal=True, return_lse=True)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return oracle.dense(q, k, v, causal=True)
+
+
+def loss_of(attention: Callable[..., Any], with_lse: bool = True) -> Callable[..., torch.Tensor]:
+    """A scalar with a full second derivative through the output and, if asked, through the log-sum-exp."""
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o, lse = attention(q, k, v)
+        weight = torch.arange(o.numel(), dtype=torch.float64, device=o.device).reshape(o.shape).sin()
+        value = (o.double() * weight).sin().sum()
+        return value + lse.double().cos().sum() if with_lse else value
+
+    return loss
+
+
+def forward_over_reverse(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    return jvp(grad(f, argnums=(0, 1, 2)), x, t)[1]
+
+
+def reverse_over_forward(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    return grad(lambda x: jvp(f, x, t)[1])(x)
+
+
+def reverse_over_reverse(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    def along(x: Tensors) -> torch.Tensor:
+        return sum((g * s).double().sum() for g, s in zip(grad(f, argnums=(0, 1, 2))(*x), t, strict=True))
+
+    return grad(along)(x)
+
+
+def create_graph(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    leaves = [a.clone().requires_grad_() for a in x]
+    gradients = torch.autograd.grad(f(*leaves), leaves, create_graph=True)
+    return torch.autograd.grad(gradients, leaves, t)
+
+
+def linearized(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    return linearize(grad(f, argnums=(0, 1, 2)), *x)[1](*t)
+
+
+def live_dual_numbers(f: Callable[..., Any], x: Tensors, t: Tensors) -> list[torch.Tensor]:
+    leaves = [a.clone().requires_grad_() for a in x]
+    with fwAD.dual_level():
+        with torch.no_grad():
+            for leaf, tangent in zip(leaves, t, strict=True):
+                leaf.copy_(fwAD.make_dual(leaf.detach().clone(), tangent))
+        return [fwAD.unpack_dual(g).tangent for g in torch.autograd.grad(f(*leaves), leaves)]
+
+
+def over_tangents(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    batch = tuple(torch.stack([a, -a, 2 * a]) for a in t)
+    return vmap(lambda *t: jvp(grad(f, argnums=(0, 1, 2)), x, t)[1])(*batch)
+
+
+def gauss_newton(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    """Jᵀ J t of the loss's vector-valued inner function: jvp, then vjp."""
+    tangent = jvp(f, x, t)[1]
+    return vjp(f, *x)[1](tangent)
+
+
+def over_samples(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    """Per-sample products; the value and its tangent are shared by all samples."""
+    v, tv = x[2][:, 0], t[2][:, 0]
+
+    def one(q: torch.Tensor, k: torch.Tensor, tq: torch.Tensor, tk: torch.Tensor) -> Tensors:
+        return jvp(grad(f, argnums=(0, 1, 2)), (q, k, v), (tq, tk, tv))[1]
+
+    return vmap(one, in_dims=1)(x[0], x[1], t[0], t[1])
+
+
+def per_sample_gradients(f: Callable[..., Any], x: Tensors, t: Tensors) -> Tensors:
+    return vmap(grad(f, argnums=(0, 1, 2)))(*x)
+
+
+TRANSFORMS = [
+    forward_over_reverse, reverse_over_forward, reverse_over_reverse, create_graph, linearized, live_dual_numbers,
+    over_tangents, gauss_newton, over_samples, per_sample_gradients,
+]  # fmt: skip
+
+
+def problem(device: str, dtype: torch.dtype, n_q: int = 20, n_k: int = 23) -> tuple[Tensors, Tensors]:
+    sizes = ((2, 2, n_q, 16), (2, 2, n_k, 16), (2, 2, n_k, 8))
+    x, t = (tuple(torch.randn(*s).to(device, dtype) for s in sizes) for _ in range(2))
+    return x, t
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("with_lse", [False, True], ids=["output", "output+lse"])
+def test_equals_dense(setting: Any, transform: Callable[..., Any], with_lse: bool) -> None:
+    device, dtype, bound = setting
+    x, t = problem(device, dtype)
+    wide = tuple(a.double() for a in x), tuple(a.double() for a in t)
+    got = transform(loss_of(operator, with_lse), x, t)
+    want = transform(loss_of(dense, with_lse), *wide)
+    for name, a, b in zip("qkv", got, want, strict=True):
+        assert oracle.relative_error(a, b) <= bound, name
+
+
+def test_hessian(setting: Any) -> None:
+    device, dtype, bound = setting
+    if dtype is torch.bfloat16 or (bound == 3e-6 and device == "cpu"):
+        pytest.skip("one precision a device suffices")
+    x = tuple(a[0, 0, :5] for a in problem(device, dtype)[0])
+    got = hessian(loss_of(operator), argnums=(0, 1, 2))(*x)
+    want = hessian(loss_of(dense), argnums=(0, 1, 2))(*(a.double() for a in x))
+    for row, row_want in zip(got, want, strict=True):
+        for block, block_want in zip(row, row_want, strict=True):
+            assert oracle.relative_error(block, block_want) <= 10 * bound
+
+
+def test_jacobian_by_vmap_of_vjp(setting: Any) -> None:
+    device, dtype, bound = setting
+    x = tuple(a[:, :, :3] for a in problem(device, dtype)[0])
+    got = jacrev(lambda *x: operator(*x)[0], argnums=(0, 1, 2))(*x)
+    want = jacrev(lambda *x: dense(*x)[0], argnums=(0, 1, 2))(*(a.double() for a in x))
+    for a, b in zip(got, want, strict=True):
+        assert oracle.relative_error(a, b) <= bound
+
+
+def test_gradcheck() -> None:
+    x = [torch.randn(1, n, w, dtype=torch.float64, requires_grad=True) for n, w in ((3, 4), (5, 4), (5, 2))]
+    assert torch.autograd.gradcheck(operator, x, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(operator, x, check_fwd_over_rev=True, check_rev_over_rev=True)
+
+
+@pytest.mark.parametrize("moving", ["q", "k", "v", "qv", "kv", "qk"])
+def test_gradients_of_some_inputs_only(moving: str) -> None:
+    """Case: the gradient with respect to the query alone, then of its squared norm.
+
+    The other tangents are undefined.
+    """
+    x, _ = problem("cpu", torch.float64)
+
+    def squared_gradient(attention: Callable[..., Any]) -> list[torch.Tensor]:
+        leaves = [a.clone().requires_grad_(name in moving) for name, a in zip("qkv", x, strict=True)]
+        active = [a for a in leaves if a.requires_grad]
+        gradients = torch.autograd.grad(loss_of(attention, False)(*leaves), active, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in gradients), active))
+
+    for a, b in zip(squared_gradient(operator), squared_gradient(dense), strict=True):
+        assert oracle.relative_error(a, b) <= 1e-12
+
+
+def test_absent_tangents_reach_the_maps_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, list[bool], Any]] = []
+
+    def watch(name: str) -> None:
+        original = getattr(twin, name)
+
+        def spy(*args: Any) -> Any:
+            seen.append((name, [a is not None for a in args[5:-2]], args[-2]))
+            return original(*args)
+
+        monkeypatch.setattr(twin, name, spy)
+
+    for name in ("tangent", "backward", "backward_tangent"):
+        watch(name)
+    x, _ = problem("cpu", torch.float64)
+    q = x[0].requires_grad_()
+    (dq,) = torch.autograd.grad(sorder.attention(q, *x[1:]).sum(), q, create_graph=True)
+    torch.autograd.grad(dq.square().sum(), q)
+    assert [name for name, *_ in seen] == ["backward", "tangent", "backward_tangent"]
+    assert seen[0] == ("backward", [True, False], "q")  # dO, no dL; only dQ wanted
+    #                  dO    dL     Q̇     K̇     V̇      Ȯ     L̇     dȮ     dL̇
+    assert seen[2] == ("backward_tangent", [True, False, True, False, False, True, True, False, False], "q")
+
+
+def test_forward_over_reverse_sweeps_no_second_time_for_row_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("forward", "tangent", "backward", "backward_tangent"):
+        original = getattr(maps, name)
+        monkeypatch.setattr(maps, name, lambda *a, f=original, n=name: (calls.append(n), f(*a))[1])
+    x, t = problem("cpu", torch.float64)
+    forward_over_reverse(loss_of(operator), x, t)
+    assert sorted(calls) == ["backward", "backward_tangent", "forward", "tangent"]
+
+
+@pytest.mark.parametrize(
+    "third",
+    [
+        lambda f, x, t: grad(lambda x: sum(h.sum() for h in forward_over_reverse(f, x, t)))(x),
+        lambda f, x, t: grad(lambda x: sum(h.sum() for h in reverse_over_reverse(f, x, t)))(x),
+        lambda f, x, t: jvp(lambda *x: forward_over_reverse(f, x, t), x, t),
+        lambda f, x, t: jvp(lambda *x: reverse_over_reverse(f, x, t), x, t),
+    ],
+)
+def test_third_order_raises(third: Callable[..., Any]) -> None:
+    x, t = problem("cpu", torch.float64)
+    with pytest.raises(NotImplementedError, match="third"):
+        third(loss_of(operator), x, t)
+
+
+def test_third_order_with_create_graph_raises() -> None:
+    (q, k, v), _ = problem("cpu", torch.float64)
+    q.requires_grad_()
+    (g,) = torch.autograd.grad(loss_of(operator)(q, k, v), q, create_graph=True)
+    (h,) = torch.autograd.grad(g.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="third"):
+        torch.autograd.grad(h.sum(), q)
+
+
+def test_forward_over_forward_names_what_works() -> None:
+    x, t = problem("cpu", torch.float64)
+    with pytest.raises(NotImplementedError, match=r"jvp of grad"):
+        jvp(lambda *x: jvp(loss_of(operator), x, t)[1], x, t)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast(device: str) -> None:
+    x, t = problem(device, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        assert sorder.attention(*x).dtype is torch.bfloat16
+        got = forward_over_reverse(loss_of(operator), x, t)
+        wide = sorder.attention(*(a.double() for a in x))
+    assert wide.dtype is torch.float64
+    assert all(a.dtype is torch.float32 for a in got)
+    want = forward_over_reverse(loss_of(dense), tuple(a.double() for a in x), tuple(a.double() for a in t))
+    for name, a, b in zip("qkv", got, want, strict=True):
+        assert oracle.relative_error(a, b) <= 2e-2, name
+
+
+def test_the_same_tensor_thrice() -> None:
+    x, t = problem("cpu", torch.float64)
+    got, want = (jvp(grad(lambda x, f=f: f(x, x, x)[0].sin().sum()), (x[0],), (t[0],)) for f in (operator, dense))
+    for a, b in zip(got, want, strict=True):
+        assert oracle.relative_error(a, b) <= 1e-13
