@@ -45,9 +45,10 @@ from sorder.kernels.tiles import (
 @triton.jit
 def _first_order(p, dp, delta):
     """ds = P∘(dP − D)."""
-    if dp is None:
-        return p * -delta
-    return p * (dp - delta)
+    x = -delta
+    if dp is not None:
+        x = dp + x
+    return p * x
 
 
 @triton.jit
@@ -57,10 +58,10 @@ def _second_order(p, ts, dp, tdp, mu, delta, tdelta):
     if tdp is not None:
         x = tdp + x
     if ts is not None:
-        if dp is None:
-            x = x - (ts - mu) * delta
-        else:
-            x = x + (ts - mu) * (dp - delta)
+        centred = -delta
+        if dp is not None:
+            centred = dp + centred
+        x = x + (ts - mu) * centred
     return p * x
 
 

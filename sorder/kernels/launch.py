@@ -161,6 +161,6 @@ def settings(kernel: str, block_d: int, dtype: torch.dtype) -> Config:
 
 
 def prefers_atomics(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether T adds dQ̇ up with atomics: measured faster in 16 bits up to width 64; never under deterministic algorithms."""
+    """Whether T adds dQ̇ up with atomics: faster in 16 bits up to width 64; never under deterministic algorithms."""
     narrow = q.dtype.itemsize == 2 and max(q.shape[-1], v.shape[-1]) <= 64
     return narrow and not torch.are_deterministic_algorithms_enabled()

@@ -19,8 +19,6 @@ _ROWS = 64
 
 @triton.jit
 def _row_dot(a, b):
-    if a is None or b is None:
-        return 0.0
     return tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
 
 
@@ -40,14 +38,18 @@ def row_scalars_kernel(
     o = load_tile(O, row0, o_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
     do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee") if DO is not None else None
     rows = row0 + tl.arange(0, ROWS)
-    delta = tl.zeros([ROWS], tl.float32) + _row_dot(do, o)
+    delta = tl.zeros([ROWS], tl.float32)
+    if DO is not None:
+        delta += _row_dot(do, o)
     if DL is not None:
         delta -= load_row_vector(DL + z * n_q, row0, n_q, ROWS)
     tl.store(DELTA + z * n_q + rows, delta, mask=rows < n_q)
     if TDELTA is not None:
-        to = load_tile(TO, row0, to_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee") if TO is not None else None
-        tdo = load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee") if TDO is not None else None
-        tdelta = tl.zeros([ROWS], tl.float32) + _row_dot(tdo, o) + _row_dot(do, to)
+        tdelta = tl.zeros([ROWS], tl.float32)
+        if TDO is not None:
+            tdelta += _row_dot(load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"), o)
+        if DO is not None and TO is not None:
+            tdelta += _row_dot(do, load_tile(TO, row0, to_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"))
         if TDL is not None:
             tdelta -= load_row_vector(TDL + z * n_q, row0, n_q, ROWS)
         tl.store(TDELTA + z * n_q + rows, tdelta, mask=rows < n_q)

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 
 from sorder.kernels.spec import AttentionSpec, Precision
-from sorder.ops.functions import Attention
+from sorder.ops.functions import Attention, apply
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_WIDTH = 256
@@ -94,7 +94,7 @@ def attention(
         causal=bool(is_causal),
         precision=_float32_precision() if precision is None else _checked_precision(precision),
     )
-    output, lse = Attention.apply(query, key, value, spec)
+    output, lse = apply(Attention, query, key, value, spec)
     if not return_lse:
         return output
     return output, lse.to(torch.float64 if query.dtype == torch.float64 else torch.float32)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps
@@ -35,6 +35,12 @@ def _wanted(needs: tuple[bool, ...]) -> str:
     return "".join(name for name, need in zip("qkv", needs, strict=False) if need)
 
 
+def apply(function: type[Function], *args: Any) -> Any:
+    """``function.apply``, or only its map where nothing can differentiate the call: first-order backward, inference."""
+    nested = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return function.apply(*args) if nested or torch.is_grad_enabled() else function.forward(*args)
+
+
 def _mapped(function: type[Function], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
     """vmap rule: the mapped axis becomes one more leading dimension; what is not mapped is expanded without a copy."""
 
@@ -43,7 +49,7 @@ def _mapped(function: type[Function], info: Any, in_dims: tuple[Any, ...], args:
             return x
         return x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
 
-    out = function.apply(*(move(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+    out = apply(function, *(move(x, dim) for x, dim in zip(args, in_dims, strict=True)))
     return out, tuple(None if x is None else 0 for x in out)
 
 
@@ -65,12 +71,12 @@ class Attention(Function):
     def backward(ctx: Any, do: Optional, dl: Optional) -> Any:  # type: ignore[override]
         if do is None and dl is None:
             return None, None, None, None
-        grads = AttentionBackward.apply(*ctx.saved_tensors, do, dl, _wanted(ctx.needs_input_grad[:3]), ctx.spec)
+        grads = apply(AttentionBackward, *ctx.saved_tensors, do, dl, _wanted(ctx.needs_input_grad[:3]), ctx.spec)
         return *grads, None
 
     @staticmethod
     def jvp(ctx: Any, tq: Optional, tk: Optional, tv: Optional, _: None) -> Any:  # type: ignore[override]
-        return AttentionTangent.apply(*ctx.saved_tensors, tq, tk, tv, ctx.spec)
+        return apply(AttentionTangent, *ctx.saved_tensors, tq, tk, tv, ctx.spec)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -97,9 +103,9 @@ class AttentionTangent(Function):
             return (None,) * 9
         *caches, tq, tk, tv, to, tl = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        of_tangents = AttentionBackward.apply(*caches, do, dl, _wanted(needs[5:8]), ctx.spec)
-        of_primals = AttentionBackwardTangent.apply(
-            *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(needs[:3]), ctx.spec
+        of_tangents = apply(AttentionBackward, *caches, do, dl, _wanted(needs[5:8]), ctx.spec)
+        of_primals = apply(
+            AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(needs[:3]), ctx.spec
         )
         return *of_primals, None, None, *of_tangents, None
 
@@ -107,7 +113,7 @@ class AttentionTangent(Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         if any(t is not None for t in tangents[:3]):
             raise NotImplementedError(_FORWARD_OVER_FORWARD)
-        return AttentionTangent.apply(*ctx.saved_tensors[:5], *tangents[5:8], ctx.spec)
+        return apply(AttentionTangent, *ctx.saved_tensors[:5], *tangents[5:8], ctx.spec)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
@@ -133,9 +139,21 @@ class AttentionBackward(Function):
         if tq is None and tk is None and tv is None:
             return (None,) * 9
         *caches, do, dl = ctx.saved_tensors
-        to, tl = AttentionTangent.apply(*caches, tq, tk, tv, ctx.spec)
-        of_primals = AttentionBackwardTangent.apply(
-            *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(ctx.needs_input_grad[:3]), ctx.spec
+        to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
+        of_primals = apply(
+            AttentionBackwardTangent,
+            *caches,
+            do,
+            dl,
+            tq,
+            tk,
+            tv,
+            to,
+            tl,
+            None,
+            None,
+            _wanted(ctx.needs_input_grad[:3]),
+            ctx.spec,
         )
         return *of_primals, None, None, None if do is None else to, None if dl is None else tl, None, None
 
@@ -146,10 +164,10 @@ class AttentionBackward(Function):
     ) -> Any:  # fmt: skip
         *caches, do, dl = ctx.saved_tensors
         if tq is None and tk is None and tv is None:  # B is linear in (dO, dL)
-            return AttentionBackward.apply(*caches, tdo, tdl, ctx.wanted, ctx.spec)
+            return apply(AttentionBackward, *caches, tdo, tdl, ctx.wanted, ctx.spec)
         if to is None or tl is None:  # the caches' tangents did not come along
-            to, tl = AttentionTangent.apply(*caches, tq, tk, tv, ctx.spec)
-        return AttentionBackwardTangent.apply(*caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)
+            to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
+        return apply(AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]

@@ -65,7 +65,7 @@ def backward(
     if do.stride(-1) != 1 or 0 in do.stride():  # such as the expanded cotangent of a sum
         do = do.contiguous()
     lse = lse.reshape(*q.shape[:-1]).contiguous()
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # no dropout: never read
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: never read
     if kind is SDPBackend.CUDNN_ATTENTION:
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             do,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-# Relative error of each output against float64, unit-normal inputs. For 16-bit dtypes about half a unit of rounding.
-BOUNDS = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+# Relative error of each output against float64, unit-normal inputs; in 16 bits one unit of rounding.
+BOUNDS = {torch.float64: 1e-13, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 TF32_BOUND = 6e-4
 
 

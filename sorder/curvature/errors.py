@@ -1,0 +1,113 @@
+"""Reads from an autograd error which operation lacks which derivative, and says what to do about it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+
+class CurvatureError(RuntimeError):
+    """A curvature product cannot be had: an operation in the closure lacks the derivatives it needs."""
+
+
+# Each pattern finds an operation's name where the message has one.
+_MISSING = (
+    r"derivative for '?(?P<op>[\w:]+)'? is not implemented",
+    r"forward AD with (?P<op>[\w:]+) that does not support it",
+    r"marked with (?P<op>@once_differentiable)",
+    r"with custom Function (?P<op>\S+)",
+    r"custom autograd\.Function (?P<op>\S+)",
+    r"(?P<op>aot_autograd) does not currently support double backward",
+    r"Double backwards is not supported for (?P<op>CuDNN RNNs)",
+    r"(?P<op>torch\.utils\.checkpoint) is incompatible with",
+    r"autograd\.Function with functorch",
+    r"You are attempting to call Tensor\.requires_grad_",
+    r"don't yet support (?P<op>saved tensor hooks)",
+    r"would mutate a captured Tensor",
+    r"[Ii]mplement(ed)? the (`)?(jvp|forward)",
+    r"attempted to call in-place operation \((?P<op>[\w:]+)",
+    r"does not require grad and does not have a grad_fn",
+    r"One of the differentiated Tensors",
+    r"(?P<op>[\w:]+) does not support .*(forward|double)",
+    r"Cannot access data pointer of Tensor",
+    r"expected scalar type \w+ but found \w+",
+)
+_REMEDIES = (
+    (
+        "scaled_dot_product",
+        "PyTorch's fused attention has first derivatives only: keep attention='exact' (the default), "
+        "or run the closure under sorder.exact_attention() or torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+    ),
+    ("checkpoint", "pass use_reentrant=False to torch.utils.checkpoint, or use sorder.func.checkpoint"),
+    (
+        "aot_autograd",
+        "call the module that torch.compile wrapped, or torch.compiler.set_stance('force_eager')",
+    ),
+    ("CuDNN RNNs", "run the closure under torch.backends.cudnn.flags(enabled=False)"),
+    ("once_differentiable", "write the backward of that autograd.Function in differentiable operations"),
+)
+
+
+def missing_derivative(error: BaseException) -> str | None:
+    """Name of the operation that lacks a derivative according to ``error``; None if it says something else.
+
+    Where the message names no operation, its first line stands for the name.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return None
+    message = str(error)
+    for pattern in _MISSING:
+        found = re.search(pattern, message)
+        if found:
+            return found.groupdict().get("op") or message.strip().splitlines()[0]
+    return None
+
+
+def remedy(operation: str) -> str:
+    """What a user can do about ``operation``."""
+    for key, text in _REMEDIES:
+        if key in operation:
+            return text
+    return "replace it by differentiable PyTorch operations, or give it the derivative that is missing"
+
+
+def among(suspects: Sequence[str]) -> str:
+    """Names ``suspects``, the autograd.Functions in the graph, for a message."""
+    return f" (autograd.Functions in the graph: {', '.join(suspects)})" if suspects else ""
+
+
+def curvature_error(missing: Sequence[str], tried: Sequence[str], suspects: Sequence[str]) -> CurvatureError:
+    """The error for a closure whose operations ``missing`` defeated every mode ``tried``."""
+    operation = next((name for name in missing if "::" in name), missing[0])
+    return CurvatureError(
+        f"no curvature product by {' or '.join(tried)}: {operation} lacks a derivative{among(suspects)}. "
+        f"Remedy: {remedy(operation)}."
+    )
+
+
+_warned: set[str] = set()
+
+
+def warn_once(key: str, message: str) -> None:
+    """Warn with ``message`` unless ``key`` was warned about in this process."""
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def python_functions(root: torch.Tensor) -> list[str]:
+    """Names of the ``autograd.Function`` classes in the graph of ``root``."""
+    names: set[str] = set()
+    seen, queue = set(), [root.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names.add(type(node).__name__.removesuffix("Backward"))
+        queue.extend(parent for parent, _ in node.next_functions)
+    return sorted(names)

@@ -1,0 +1,162 @@
+"""One run of a closure, in whichever style it is written."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+Closure = Callable[[], Any]
+
+
+@dataclass
+class Evaluation:
+    """What one run of a closure gave.
+
+    Attributes:
+        root: the scalar that was minimised, with its graph: what the closure called ``backward`` on, summed,
+            or else the loss that it returned.
+        returned: the loss as the closure returned it; a tensor without graph.
+        outputs: what the closure returned beside the loss, or None.
+        gradient: gradients of the parameters where the closure called ``backward`` itself, else None.
+    """
+
+    root: Tensor
+    returned: Any
+    outputs: Any = None
+    gradient: list[Tensor | None] | None = None
+
+
+@dataclass
+class _BackwardCalls:
+    roots: list[Tensor] = field(default_factory=list)
+    gradient: list[Tensor | None] | None = None
+
+
+def run_closure(
+    closure: Closure,
+    params: Sequence[Tensor],
+    *,
+    differentiate: bool = True,
+    gradients: Sequence[Tensor | None] | None = None,
+    graph: bool = True,
+) -> Evaluation:
+    """Run ``closure`` with gradients enabled and whatever it passes to ``backward`` taken out of its hands.
+
+    A ``backward`` inside the closure would free the graph and could add a graph to ``.grad``. Inside this
+    function it computes gradients with respect to ``params`` alone, keeps the graph, and adds detached
+    gradients to ``.grad``; with ``differentiate=False`` it computes nothing and adds ``gradients``, where
+    given, instead. ``graph=False`` runs the closure without recording a graph.
+
+    Raises:
+        TypeError: the closure returned neither a loss nor ``(loss, outputs)``.
+        ValueError: the loss is not a scalar, or has no graph and ``backward`` was not called.
+    """
+    calls = _BackwardCalls()
+    with torch.set_grad_enabled(graph), _intercept_backward(calls, params, differentiate, gradients), eager():
+        result = closure()
+    loss, outputs = _split(result)
+    if calls.roots:
+        root = total(calls.roots)
+    elif isinstance(loss, Tensor) and (loss.requires_grad or not differentiate):
+        root = loss
+    else:
+        raise ValueError(
+            f"closure must return a loss that depends on the parameters, or call backward() itself, but it "
+            f"returned {_describe(loss)} without a graph: is it detached, or computed under no_grad?"
+        )
+    if root.numel() != 1:
+        raise ValueError(f"closure must return a scalar loss, got one of shape {tuple(root.shape)}")
+    returned = loss.detach() if isinstance(loss, Tensor) else loss
+    return Evaluation(root.reshape(()) if root.dim() else root, returned, outputs, calls.gradient)
+
+
+def total(losses: Sequence[Tensor]) -> Tensor:
+    """Sum of scalars, on the device of the first."""
+    first = losses[0]
+    return first if len(losses) == 1 else torch.stack([loss.to(first).reshape(()) for loss in losses]).sum()
+
+
+def _split(result: Any) -> tuple[Any, Any]:
+    if isinstance(result, (tuple, list)):
+        if len(result) != 2:
+            raise TypeError(f"closure must return loss or (loss, outputs), got {len(result)} values")
+        return result[0], result[1]
+    if result is None:
+        raise TypeError("closure must return the loss or (loss, outputs), got None")
+    return result, None
+
+
+def _describe(loss: Any) -> str:
+    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
+
+
+@contextmanager
+def _intercept_backward(
+    calls: _BackwardCalls,
+    params: Sequence[Tensor],
+    differentiate: bool,
+    gradients: Sequence[Tensor | None] | None,
+) -> Iterator[None]:
+    original = torch.autograd.backward
+    thread = threading.get_ident()
+    ours = {id(p) for p in params}
+
+    def backward(
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        chosen = [inputs] if isinstance(inputs, Tensor) else inputs
+        wanted = None if chosen is None else {id(t) for t in chosen}
+        if threading.get_ident() != thread:
+            original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
+        if wanted is not None and not wanted & ours:
+            original(tensors, grad_tensors, True, create_graph, grad_variables, inputs)
+            return
+        heads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        weights = grad_tensors if grad_tensors is not None else grad_variables
+        weights = [weights] if isinstance(weights, Tensor) or weights is None else list(weights)
+        weights += [None] * (len(heads) - len(weights))
+        for head, weight in zip(heads, weights, strict=True):
+            if weight is None and head.numel() != 1:
+                raise RuntimeError("grad can be implicitly created only for scalar outputs")
+            root = head if weight is None else (head * weight).sum()
+            calls.roots.append(root)
+            found: Sequence[Tensor | None]
+            if differentiate:
+                found = torch.autograd.grad(root, params, retain_graph=True, allow_unused=True)
+                # Parameters that were left out of inputs keep a gradient for the curvature, but not in .grad.
+                calls.gradient = added(calls.gradient or [None] * len(params), found)
+            else:
+                found = [g if g is None else g.clone() for g in gradients or ()]
+            for p, g in zip(params, found, strict=False):
+                if g is not None and (wanted is None or id(p) in wanted):
+                    p.grad = g if p.grad is None else p.grad.detach() + g
+
+    with mock.patch.object(torch.autograd, "backward", backward):
+        yield
+
+
+def added(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """a + b, None being zero."""
+    return [y if x is None else x if y is None else x + y for x, y in zip(a, b, strict=True)]
+
+
+def eager() -> Any:
+    """Context in which compiled modules run eagerly: what torch.compile made has no second derivative."""
+    # Nothing can be compiled unless dynamo was loaded; loading it here would cost seconds.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")

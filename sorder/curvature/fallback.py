@@ -1,0 +1,50 @@
+"""Goes from one way of taking a product to the next where an operation lacks a derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from sorder.curvature.errors import among, curvature_error, missing_derivative, warn_once
+from sorder.curvature.modes import NotRepeatedError, Product, Vector
+
+REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"
+
+
+def first_that_works(ways: Sequence[tuple[str, Callable[[], Product]]], suspects: list[str]) -> Product:
+    """A product that goes from one way to the next where an operation lacks a derivative."""
+    remaining = list(ways)
+    current: list[Product] = []
+    missing: list[str] = []
+
+    def product(v: Vector) -> list[Tensor]:
+        while True:
+            name, make = remaining[0]
+            try:
+                if not current:
+                    current.append(make())
+                return current[0](v)
+            except (RuntimeError, NotImplementedError) as error:
+                repeats = not isinstance(error, NotRepeatedError)
+                operation = missing_derivative(error) if repeats else "the closure's randomness"
+                if operation is None:
+                    raise
+                missing.append(operation)
+                if len(remaining) == 1:
+                    tried = list(dict.fromkeys(n for n, _ in ways))
+                    raise curvature_error(missing, tried, suspects) from error
+            current.clear()
+            remaining.pop(0)
+            if remaining[0][0] != name:
+                _warn_fallback(missing[-1], name, remaining[0][0], suspects)
+
+    return product
+
+
+def _warn_fallback(operation: str, failed: str, taken: str, suspects: Sequence[str]) -> None:
+    cost = "twice the gradient's memory" if taken == REVERSE else "a run of the closure in every product"
+    warn_once(
+        f"{operation} {failed}",
+        f"{failed} cannot differentiate {operation}{among(suspects)}; taking {taken} instead, at the cost of {cost}.",
+    )

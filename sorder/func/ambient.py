@@ -1,0 +1,95 @@
+"""The surroundings of a call that decide what it computes: random state, autocast, function modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+
+class RandomState:
+    """State of torch's default generators on the CPU and on given devices."""
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._restore: list[tuple[Callable[..., None], tuple[object, ...]]] = [
+            (torch.set_rng_state, (torch.get_rng_state(),))
+        ]
+        for device in devices:
+            if device.type == "mps":
+                self._restore.append((torch.mps.set_rng_state, (torch.mps.get_rng_state(),)))
+            elif device.type not in ("cpu", "meta"):
+                module = torch.get_device_module(device)
+                self._restore.append((module.set_rng_state, (module.get_rng_state(device), device)))
+
+    def restore(self) -> None:
+        """Put the generators back into the recorded state."""
+        for setter, arguments in self._restore:
+            setter(*arguments)
+
+    @contextmanager
+    def replay(self, devices: Iterable[torch.device] = ()) -> Iterator[None]:
+        """Run from the recorded state; afterwards the generators are as they were on entry."""
+        present = RandomState(devices)
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()
+
+
+class FirstCallMode(TorchFunctionMode):
+    """A function mode that belongs to one call and is not replayed."""
+
+
+class Ambient:
+    """A snapshot at construction; :meth:`replay` runs a later call in the same surroundings.
+
+    Recomputation in a backward pass happens after the caller has left his ``autocast`` region or function mode,
+    and with other random numbers ahead. Without the snapshot the recomputed function would be another one.
+
+    Args:
+        tensors: the call's tensors; the generators of their devices, and the CPU's, are recorded.
+        preserve_rng_state: whether to record random states.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], preserve_rng_state: bool) -> None:
+        self._devices = sorted({tensor.device for tensor in tensors}, key=str)
+        self._random = RandomState(self._devices) if preserve_rng_state else None
+        kinds = sorted({device.type for device in self._devices} | {"cpu"})
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in kinds
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._modes: list[TorchFunctionMode] = [
+            mode for mode in _get_current_function_mode_stack() if not isinstance(mode, FirstCallMode)
+        ]
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """The recorded autocast settings without the cache of cast weights.
+
+        A weight cast while no gradient is recorded would be served again to code that needs one.
+        """
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Random state, autocast and function modes as recorded; on leaving, as they were on entry."""
+        present = _get_current_function_mode_stack()
+        missing = [mode for mode in self._modes if not any(mode is other for other in present)]
+        with ExitStack() as stack:
+            if self._random is not None:
+                stack.enter_context(self._random.replay(self._devices))
+            stack.enter_context(self.autocast())
+            for mode in missing:
+                # Not `with mode`: only the interception is wanted, not what else entering may do.
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            yield

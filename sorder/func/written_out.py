@@ -1,0 +1,161 @@
+"""Norms and losses written out, for the transforms under which PyTorch's own fail or are silently wrong.
+
+Through torch 2.13:
+
+- the forward-mode rules of ``layer_norm``, ``batch_norm`` and ``instance_norm`` take the saved statistics for
+  constants when they are themselves differentiated (reverse over forward): silently wrong;
+- the batching rule of ``layer_norm``'s second derivative errs where the weight's tangent is mapped, as
+  ``torch.func.hessian`` maps it: silently wrong;
+- ``mse_loss`` and ``huber_loss`` raise in forward over reverse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import _reduction as _Reduction
+from torch.overrides import TorchFunctionMode
+
+
+class WrittenOut(TorchFunctionMode):
+    """Within this mode ``mse_loss`` and ``huber_loss`` are compositions of simpler operations, right everywhere.
+
+    Args:
+        norms: whether layer, batch and instance norm are, too.
+    """
+
+    def __init__(self, norms: bool) -> None:
+        super().__init__()
+        self._replacements = _LOSSES | _NORMS if norms else _LOSSES
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._replacements.get(func, func)(*args, **(kwargs or {}))
+
+
+def _normalize(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
+    centered = x - x.mean(dims, keepdim=True)
+    return centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
+
+
+def _wide(input: Tensor) -> tuple[Tensor, torch.dtype]:
+    """``input`` in float32 at least, and the dtype that the norm returns."""
+    kind = input.device.type
+    # CUDA's autocast runs norms in float32 and returns it; the CPU's leaves them alone.
+    out = torch.float32 if kind == "cuda" and torch.is_autocast_enabled(kind) else input.dtype
+    return input.to(torch.promote_types(input.dtype, torch.float32)), torch.promote_types(out, input.dtype)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    x, dtype = _wide(input)
+    out = _normalize(x, tuple(range(-len(normalized_shape), 0)), eps)
+    if weight is not None:
+        out = out * weight
+    if bias is not None:
+        out = out + bias
+    return out.to(dtype)
+
+
+def _channel_norm(
+    input: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    x, dtype = _wide(input)
+    out = _normalize(x, dims, eps)
+    shape = (1, -1) + (1,) * (input.dim() - 2)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(dtype)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:  # the statistics are constants, and PyTorch's rule is right
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    _refuse_statistics("batch_norm", running_mean)
+    return _channel_norm(input, (0, *range(2, input.dim())), weight, bias, eps)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not use_input_stats:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    _refuse_statistics("instance_norm", running_mean)
+    return _channel_norm(input, tuple(range(2, input.dim())), weight, bias, eps)
+
+
+def _refuse_statistics(name: str, running: Tensor | None) -> None:
+    if running is not None:
+        raise NotImplementedError(
+            f"{name} in training mode with running statistics is not served by reverse-over-forward or under vmap, "
+            "where PyTorch's rule is wrong; use mode='forward-over-reverse' or track_running_stats=False"
+        )
+
+
+def _reduce(
+    loss: Tensor, size_average: bool | None, reduce: bool | None, reduction: str, weight: Tensor | None
+) -> Tensor:
+    if size_average is not None or reduce is not None:
+        reduction = _Reduction.legacy_get_string(size_average, reduce)
+    if weight is not None:
+        loss = loss * weight
+    if reduction == "mean":
+        return loss.mean() if weight is None else loss.sum() / weight.sum()
+    return loss.sum() if reduction == "sum" else loss
+
+
+def _mse_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    weight: Tensor | None = None,
+) -> Tensor:
+    return _reduce((input - target).square(), size_average, reduce, reduction, weight)
+
+
+def _huber_loss(
+    input: Tensor,
+    target: Tensor,
+    reduction: str = "mean",
+    delta: float = 1.0,
+    weight: Tensor | None = None,
+) -> Tensor:
+    error = (input - target).abs()
+    loss = torch.where(error <= delta, 0.5 * error.square(), delta * (error - 0.5 * delta))
+    return _reduce(loss, None, None, reduction, weight)
+
+
+_LOSSES = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss}
+_NORMS = {
+    F.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+}

@@ -1,0 +1,43 @@
+"""How far a quadratic model is trusted: damping λ of B + λI, or the radius of a trust region."""
+
+from __future__ import annotations
+
+import math
+
+
+def reduction_ratio(change: float, predicted: float, noise: float) -> float:
+    """ρ = actual change of the loss / change predicted by the undamped quadratic; 1 where both are rounding.
+
+    ``change`` may be infinite or NaN, which count as an increase.
+    """
+    if not math.isfinite(change):
+        return -math.inf
+    if abs(predicted) <= noise and change <= noise:
+        return 1.0
+    return change / predicted if predicted < 0.0 else -math.inf
+
+
+def matching_damping(change: float, predicted: float, step_norm2: float, noise: float) -> float:
+    """The λ with which the damped model would have told the loss at a step s: λ‖s‖²/2 = f(x + s) − m(s).
+
+    Zero where the model was right or too pessimistic, so zero on a quadratic.
+    """
+    excess = change - predicted - noise
+    return 2.0 * excess / step_norm2 if step_norm2 > 0.0 and math.isfinite(excess) and excess > 0.0 else 0.0
+
+
+def levenberg_marquardt(damping: float, ratio: float, decrease: float, increase: float) -> float:
+    """λ after a step: λ·decrease if ρ > 3/4, λ·increase if ρ < 1/4 (Marquardt 1963; Martens 2010, 4.1)."""
+    if ratio > 0.75:
+        return damping * decrease
+    return damping * increase if ratio < 0.25 else damping
+
+
+def trust_radius(radius: float, ratio: float, step_norm: float, on_boundary: bool) -> float:
+    """Radius after a step (Nocedal & Wright, *Numerical Optimization*, algorithm 4.1).
+
+    A quarter of the step if ρ < 1/4; twice the radius if ρ > 3/4 and the step was stopped by it.
+    """
+    if ratio < 0.25:
+        return 0.25 * min(radius, step_norm)
+    return 2.0 * radius if ratio > 0.75 and on_boundary else radius

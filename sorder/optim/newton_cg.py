@@ -1,0 +1,289 @@
+"""Newton's method with conjugate gradients, for neural networks and other functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sorder.curvature import CurvaturePoint
+from sorder.linalg import EisenstatWalker
+from sorder.optim.last_step import NewtonCGStep
+from sorder.optim.newton_step import NewtonStep
+from sorder.optim.reductions import Reduction
+from sorder.optim.transaction import Transaction
+from sorder.optim.validation import check_options
+
+Preconditioner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+# Key of the optimizer's own state, beside the parameters', in the state dict.
+GLOBAL = "newton_cg"
+
+
+class NewtonCG(Optimizer):
+    r"""Newton's method, its linear systems solved by conjugate gradients with exact curvature products.
+
+    A step minimises the quadratic m(s) = gᵀs + ½ sᵀ(B + λI)s by conjugate gradients (CG), which need products
+    Bv only, and moves the parameters by α·lr·s. B is the Hessian, or the generalised Gauss–Newton matrix
+    (GGN), which is positive semidefinite. After Martens, *Deep learning via Hessian-free optimization* (ICML
+    2010), with Nocedal & Wright, *Numerical Optimization*, for the rest:
+
+    - **λ** follows ρ, the change of the loss over the one predicted: times ``damping_decrease`` where ρ >
+      3/4, times ``damping_increase`` where ρ < 1/4 (Levenberg–Marquardt). It starts from the problem: a trial
+      of the Cauchy step −t g, t = gᵀg/gᵀBg, shows by how much the loss exceeds m, and λ_c‖t g‖²/2 is to cover
+      that. The excess grows with the step, and a damped step is no longer than ‖g‖/λ, which leads to λ = (λ_c
+      gᵀBg/gᵀg)^½: zero on a quadratic, so that one step solves it.
+    - **α** is 1 where the loss falls enough (Armijo), and backtracks otherwise. A step that does not lower
+      the loss is
+      rejected: the parameters stay, and λ grows.
+    - **Negative curvature** (Hessian only) is followed: where CG meets a direction dᵀBd < 0, the step goes
+      down along it by the Newton length for |dᵀBd|, and on, doubling, while the loss falls. At a gradient of
+      zero a random probe looks for such a direction, so that a maximum or saddle is left.
+    - **CG** starts from the last solution times ``warm_start`` (not for the Hessian), and stops at
+      ``cg_iterations`` or earlier. A limit of few iterations regularises like damping does and suits
+      minibatches.
+
+    All of it is invariant to a scaling of the loss. Loss, gradient, products and trials of a step see one
+    function: dropout masks are replayed, batch norm's statistics move once. A step is a transaction: if a
+    closure raises (KeyboardInterrupt included), or the loss, a gradient or a product is not finite,
+    parameters, buffers, ``.grad``, state and random generators are as they were.
+
+    The closure returns the loss or ``(loss, outputs)``; it may call ``zero_grad`` and ``backward`` itself,
+    which then leaves the gradients of the starting point in ``.grad`` (of this optimizer's parameters only).
+    It runs several times a
+    step, and must be a function of the parameters: the same batch each time.
+
+    Args:
+        params: parameters or groups. Real floating-point; frozen ones are skipped. Options other than ``lr``
+            and ``weight_decay`` concern all parameters, and are read from the first group at every step:
+            change them there.
+        lr: factor on a group's part of the step. Default 1. Where groups differ a step costs one product
+            more.
+        curvature: "hessian", "ggn", "fisher" (a GGN with labels sampled from the model) or "auto" (default):
+            the GGN where the closure returns outputs, or where its loss is seen to be a result of torch's
+            loss functions (``cross_entropy``, ``nll_loss``, ``mse_loss``,
+            ``binary_cross_entropy_with_logits``, …), a nonnegative multiple or a sum of such; otherwise the
+            Hessian. See :class:`sorder.curvature.CurvaturePoint`. ``last_step`` says which.
+        damping: λ ≥ 0, in units of curvature. Default None: chosen at the first step, as above (0 for a trust
+            region). The group holds the present value.
+        damping_update: "levenberg-marquardt" (default), "constant", or "trust-region": instead of λ a radius
+            ‖s‖ ≤ Δ bounds CG (Steihaug 1983), and follows ρ (Nocedal & Wright, algorithm 4.1).
+        damping_decrease, damping_increase: factors of λ. Default 1/2 and 3/2.
+        trust_radius: Δ, in units of the parameters; None (default): length of the first Cauchy step. The
+            group holds the present value.
+        max_step_norm: steps are shortened to this norm. Default None.
+        line_search: "armijo" (default), or None: α = 1 or rejection. A trust region uses none.
+        sufficient_decrease: share of the predicted decrease that a step must bring. Default 1e-4.
+        max_trials: step lengths tried before a step is rejected. Default 10.
+        cg_iterations: most CG iterations. Default 10.
+        cg_stop: "relative-progress" (default; Martens 2010, section 4.4), "residual" (‖r‖ ≤ tolerance·‖g‖) or
+            "eisenstat-walker" (the residual follows the gradient's decrease; tolerance unused).
+        cg_tolerance: of the stopping rule. Default 5e-4.
+        warm_start: in [0, 1]; 0 starts CG from zero. Default 0.95.
+        preconditioner: None (default), "diagonal" (a running mean of Hutchinson's estimates of B's diagonal;
+            one product a step), "squared-gradient" (a running mean of g∘g scaled to B; one product a step),
+            both used as (d + λ)^``preconditioner_power``; or a callable r ↦ M⁻¹r on lists of tensors, one for
+            each parameter, symmetric positive definite. If it has a method ``update(product, damping)``, that
+            is called before every solve with v ↦ Bv and λ.
+        preconditioner_decay: of the running means. Default 0.9.
+        preconditioner_power: default 3/4 (Martens 2010, section 4.7).
+        weight_decay: decoupled: after an accepted step p ← (1 − lr·weight_decay)p. Default 0.
+        maximize: maximise the loss. Default False.
+        mode: "auto" (default), "reverse-over-reverse" or "forward-over-reverse": time against memory, see
+            :class:`sorder.curvature.CurvaturePoint`.
+        attention: "exact" (default) routes ``F.scaled_dot_product_attention`` through
+            :func:`sorder.attention` inside ``step``, as :func:`sorder.exact_attention` does; None leaves it,
+            and fused attention then has no curvature.
+        seed: of probes and sampled labels, which are functions of it and of the number of the step. Default
+            0.
+        process_group: data-parallel ranks take the same step, from loss, gradients and products averaged over
+            the group, each rank having its share of the batch. Default None: the group of the
+            DistributedDataParallel module that the closure calls, if it calls one; otherwise no
+            communication.
+
+    Attributes:
+        last_step: :class:`NewtonCGStep` of the last step, or None.
+
+    Raises:
+        ValueError: an option is out of range; the message names it. TypeError: ``step()`` without a closure.
+        FloatingPointError: (by ``step``) the loss, a gradient or a product is not finite. Nothing has
+        changed. sorder.curvature.CurvatureError: (by ``step``) an operation lacks derivatives. Nothing has
+        changed.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        >>> x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+        >>> y = torch.tensor([0, 1, 1, 0])
+        >>> optimizer = sorder.NewtonCG(model.parameters())
+        >>> for _ in range(20):
+        ...     loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> bool(loss < 0.1), optimizer.last_step.curvature
+        (True, 'ggn')
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1.0,
+        *,
+        curvature: str = "auto",
+        damping: float | None = None,
+        damping_update: str = "levenberg-marquardt",
+        damping_decrease: float = 0.5,
+        damping_increase: float = 1.5,
+        trust_radius: float | None = None,
+        max_step_norm: float | None = None,
+        line_search: str | None = "armijo",
+        sufficient_decrease: float = 1e-4,
+        max_trials: int = 10,
+        cg_iterations: int = 10,
+        cg_stop: str = "relative-progress",
+        cg_tolerance: float = 5e-4,
+        warm_start: float = 0.95,
+        preconditioner: str | Preconditioner | None = None,
+        preconditioner_decay: float = 0.9,
+        preconditioner_power: float = 0.75,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        mode: str = "auto",
+        attention: str | None = "exact",
+        seed: int = 0,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "curvature": curvature,
+            "damping": damping,
+            "damping_update": damping_update,
+            "damping_decrease": damping_decrease,
+            "damping_increase": damping_increase,
+            "trust_radius": trust_radius,
+            "max_step_norm": max_step_norm,
+            "line_search": line_search,
+            "sufficient_decrease": sufficient_decrease,
+            "max_trials": max_trials,
+            "cg_iterations": cg_iterations,
+            "cg_stop": cg_stop,
+            "cg_tolerance": cg_tolerance,
+            "warm_start": warm_start,
+            "preconditioner": "custom" if callable(preconditioner) else preconditioner,
+            "preconditioner_decay": preconditioner_decay,
+            "preconditioner_power": preconditioner_power,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "mode": mode,
+            "attention": attention,
+            "seed": seed,
+        }
+        check_options(defaults)
+        self.last_step: NewtonCGStep | None = None
+        self._preconditioner = preconditioner if callable(preconditioner) else None
+        self._process_group = process_group
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its parameters join the next step."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_options(group)
+            for i, p in enumerate(group["params"]):
+                if not p.is_floating_point():
+                    raise ValueError(f"parameters must be real floating-point, but number {i} is {p.dtype}")
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, curvature_closure: Any = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: returns the loss, or ``(loss, outputs)``; or a sequence of such closures, whose losses
+                are summed (micro-batches).
+            curvature_closure: likewise, for B alone: a smaller batch makes CG cheap. Default: ``closure``.
+
+        Returns:
+            The loss before the step as ``closure`` returned it, without graph; the sum for a sequence.
+        """
+        if closure is None:
+            raise TypeError(
+                "NewtonCG.step needs a closure that evaluates the loss, as in "
+                "optimizer.step(lambda: F.cross_entropy(model(x), y))"
+            )
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        if not params:
+            raise ValueError("no parameter of the optimizer requires a gradient")
+        options = self.param_groups[0]
+        mine = self._mine
+        number = mine.get("step", 0)
+        kind = options["curvature"]
+        # Ranks draw labels of their own.
+        rank = 0 if self._process_group is None else dist.get_rank()
+        arguments = {
+            "mode": options["mode"],
+            "sign": -1.0 if options["maximize"] else 1.0,
+            "seed": options["seed"] + 7919 * number + rank,
+        }
+        with _attention(options["attention"]), Transaction(params, self.state) as transaction:
+            point = CurvaturePoint(closure, params, kind if curvature_closure is None else None, **arguments)
+            model = transaction.add(point)
+            if curvature_closure is not None:
+                model = transaction.add(CurvaturePoint(curvature_closure, params, kind, **arguments))
+            step = NewtonStep(
+                options=options,
+                params=params,
+                rates=self._of_each("lr"),
+                decays=self._of_each("weight_decay"),
+                transaction=transaction,
+                point=point,
+                model=model,
+                reduction=Reduction(self._process_group or point.process_group),
+                state=self.state,
+                number=number,
+                forcing=EisenstatWalker(mine.get("eta", 0.5), mine.get("eta_gradient_norm")),
+            )
+            last_step = step.run(self._preconditioner)
+            forcing = step.forcing
+            mine |= {"step": number + 1, "eta": forcing.eta, "eta_gradient_norm": forcing.gradient_norm}
+            cast(dict[Any, Any], self.state)[GLOBAL] = mine
+        options["damping"], options["trust_radius"] = step.next_damping, step.next_radius
+        self.last_step = last_step
+        returned = point.returned
+        return sum(returned[1:], returned[0]) if isinstance(returned, list) else returned
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; the optimizer then continues as the one that saved it, options included."""
+        super().load_state_dict(state_dict)
+        # torch casts vectors to the parameter's dtype; those of 16-bit parameters are kept in float32.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for number, p in zip(saved, (p for g in self.param_groups for p in g["params"]), strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.to(p.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps options, state and groups only.
+        own = {name: getattr(self, name) for name in ("last_step", "_preconditioner", "_process_group")}
+        return super().__getstate__() | own
+
+    @property
+    def _mine(self) -> dict[str, Any]:
+        """A copy of the optimizer's own state."""
+        return dict(cast(dict[Any, Any], self.state).get(GLOBAL, {}))
+
+    def _of_each(self, option: str) -> list[float]:
+        return [float(group[option]) for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _attention(choice: str | None) -> AbstractContextManager[Any]:
+    if choice is None:
+        return nullcontext()
+    # Imported late: routing needs the kernels, which toy problems do without.
+    from sorder.ops.routing import exact_attention
+
+    return exact_attention()

@@ -1,0 +1,65 @@
+"""The written-out norms and losses equal PyTorch's, and are right where PyTorch's are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sorder.func import hvp
+from sorder.func.written_out import WrittenOut
+from tests.cases import relative_error
+
+w, b = torch.rand(4).double() + 0.5, torch.randn(4).double()
+target = torch.randn(2, 4, 4).double()
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x, (4,), w * x[0, 0, 0], b),
+    "layer_norm 2d": lambda x: torch.layer_norm(x, (4, 4), eps=1e-3),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, w, b, training=True),
+    "batch_norm eval": lambda x: F.batch_norm(x, b, w, w, b, training=False),
+    "instance_norm": lambda x: F.instance_norm(x, weight=w, bias=b),
+    "mse_loss": lambda x: F.mse_loss(x, target),
+    "mse_loss sum": lambda x: F.mse_loss(x, target.sin(), reduction="sum"),
+    "mse_loss weighted": lambda x: F.mse_loss(x, target, weight=target.exp()),
+    "huber_loss": lambda x: F.huber_loss(x, target, delta=0.7),
+    "huber_loss none": lambda x: F.huber_loss(x, target, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_value_and_second_derivative(name: str) -> None:
+    operation = OPERATIONS[name]
+    x = torch.randn(2, 4, 4).double()
+    with WrittenOut(norms=True):
+        written_out = operation(x)
+    assert relative_error(written_out, operation(x)) < 1e-13
+    f = lambda x: (operation(x) ** 3).sum()  # noqa: E731
+    v = torch.randn_like(x)
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    (product,) = torch.autograd.grad(gradient, leaf, v)
+    for mode in ("forward-over-reverse", "reverse-over-reverse", "reverse-over-forward"):
+        assert relative_error(hvp(f, (x,), (v,), mode=mode), product) < 1e-12
+        mapped = torch.func.vmap(lambda v: hvp(f, (x,), v, argnums=0, mode=mode))(torch.stack([v, -v]))  # noqa: B023
+        assert relative_error(mapped[1], -product) < 1e-12
+
+
+def test_running_statistics_are_refused_rather_than_wrong() -> None:
+    mean, var = torch.zeros(4).double(), torch.ones(4).double()
+    x = torch.randn(3, 4).double()
+    f = lambda x: F.batch_norm(x, mean, var, training=True).pow(3).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="use mode='forward-over-reverse'"):
+        hvp(f, (x,), (x,), mode="reverse-over-forward")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_keep_dtype_and_compute_in_float32(dtype: torch.dtype) -> None:
+    x = (100 + torch.randn(3, 64)).to(dtype)
+    want = F.layer_norm(x, (64,))
+    with WrittenOut(norms=True):
+        got = F.layer_norm(x, (64,))
+    assert got.dtype == want.dtype
+    assert relative_error(got, want) < 1e-2
