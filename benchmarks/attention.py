@@ -169,12 +169,13 @@ def ratios(ms: dict[str, float]) -> dict[str, float]:
 def problems() -> list[tuple[int, int, int, bool, torch.dtype]]:
     """(heads, length, width, causal, dtype), in the order of importance: a budget cuts the end."""
     bf16 = torch.bfloat16
-    table = [(8, n, d, True, bf16) for n in (8192, 32768, 4096, 16384) for d in (64, 128)]
-    table += [(8, n, 32, True, bf16) for n in (8192, 32768)]
-    table += [(8, n, d, False, bf16) for n in (4096, 8192) for d in (32, 64, 128)]
-    table += [(8, n, d, True, bf16) for n in (1024, 2048, 65536) for d in (64, 128)]
-    table += [(8, 4096, 64, True, torch.float32)]
-    table += [(1, 1_048_576, 64, True, bf16), (8, 131_072, 64, True, bf16), (1, 262_144, 128, True, bf16)]
+    table = [(8, n, d, True, bf16) for n in (8192, 32768) for d in (64, 128)]
+    table += [(1, 1_048_576, 64, True, bf16)]
+    table += [(8, n, d, True, bf16) for n in (1024, 4096, 16384) for d in (64, 128)]
+    table += [(8, 8192, d, False, bf16) for d in (64, 128)]
+    table += [(8, 8192, 32, True, bf16), (8, 4096, 64, True, torch.float32), (1, 262_144, 128, True, bf16)]
+    table += [(8, n, d, True, bf16) for n in (65536, 2048) for d in (64, 128)]
+    table += [(8, 32768, 32, True, bf16), (8, 8192, 32, False, bf16), (8, 131_072, 64, True, bf16)]
     return table
 
 

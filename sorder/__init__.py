@@ -1,6 +1,9 @@
 """Exact second-order optimisation for PyTorch: curvature of transformers through linear-memory attention kernels."""
 
+from sorder import curvature, func, linalg
 from sorder.ops.attention import attention
+from sorder.ops.routing import exact_attention
+from sorder.optim import NewtonCG
 
 __version__ = "0.1.0"
-__all__ = ["attention"]
+__all__ = ["NewtonCG", "attention", "curvature", "exact_attention", "func", "linalg"]

@@ -43,8 +43,8 @@ def _keys_step(
 ):  # fmt: skip
     q = load_tile(Q, row0, q_row, n_q, D, ROWS, BLOCK_D, RAGGED, PRECISION)
     do = load_tile(DO, row0, do_row, n_q, DV, ROWS, BLOCK_DV, RAGGED, PRECISION) if DO is not None else None
-    high, low = load_lse(L, row0, n_q, ROWS)
-    delta = load_row_vector(DELTA, row0, n_q, ROWS)
+    high, low = load_lse(L, row0, n_q, ROWS, RAGGED)
+    delta = load_row_vector(DELTA, row0, n_q, ROWS, RAGGED)
     s = dot(k, tl.trans(q), None, PRECISION)
     p = probabilities(s, scale, high[None, :], low[None, :], q.dtype == tl.float32)
     if DIAGONAL:
@@ -136,8 +136,8 @@ def backward_queries_kernel(
     DQ = head_pointer(DQ, z, lead1, lead2, dq_strides)
     q = load_tile(Q, row0, q_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION)
     do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, PRECISION) if DO is not None else None
-    high, low = load_lse(L + z * n_q, row0, n_q, ROWS)
-    delta = load_row_vector(DELTA + z * n_q, row0, n_q, ROWS)
+    high, low = load_lse(L + z * n_q, row0, n_q, ROWS, True)
+    delta = load_row_vector(DELTA + z * n_q, row0, n_q, ROWS, True)
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     full, end = column_range(row0, n_k, ROWS, COLS, CAUSAL)
     for col0 in range(0, full, COLS):

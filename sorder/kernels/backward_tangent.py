@@ -1,4 +1,4 @@
-"""T: the tangent of B, all of second order. At most 15 products in two sweeps, 10 in one with atomics.
+"""T: the tangent of B, all of second order. At most 15 products in two sweeps, 3 more with dȮ.
 
     P  = exp(c·QKᵀ − L)         ṡ  = c·(Q̇Kᵀ + QK̇ᵀ)          Ṗ = P∘(ṡ − μ)
     dP = dO·Vᵀ                  dṖ = dO·V̇ᵀ + dȮ·Vᵀ           ds = P∘(dP − D)
@@ -8,9 +8,8 @@
 μ = L̇ comes from J (or from the forward-mode transform), D and Ḋ from row products. With dȮ = dL̇ = 0 this is also the
 vector-Jacobian product of B for cotangents (Q̇, K̇, V̇), since B is a gradient and its derivative symmetric.
 
-Two schedules. *Keys then queries*: a sweep per key tile for dK̇ and dV̇, then one per query tile for dQ̇;
-deterministic. *Atomic*: the key sweep also adds its share of dQ̇ to a float32 buffer, which saves recomputing the tile
-and costs determinism in the last bits.
+One sweep per key tile, with transposed score tiles, gives dK̇ and dV̇; one per query tile gives dQ̇. No atomics: results
+are bitwise reproducible. A sweep whose outputs nobody wants is not launched.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from sorder.kernels.tiles import (
     program_head_and_tile,
     row_range,
     store_tile,
-    tile_mask,
-    tile_pointers,
     visible,
 )
 
@@ -67,63 +64,49 @@ def _second_order(p, ts, dp, tdp, mu, delta, tdelta):
 
 @triton.jit
 def _keys_step(
-    Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, DQ, k, tk, v, tv, row0, col0,
+    Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, k, tk, v, tv, row0, col0,
     q_row, tq_row, do_row, tdo_row, n_q, n_k, scale, dk, dv,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_K: tl.constexpr, WANT_V: tl.constexpr,
-    RAGGED: tl.constexpr, RAGGED_KEYS: tl.constexpr,
+    WANT_K: tl.constexpr, WANT_V: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     q = load_tile(Q, row0, q_row, n_q, D, ROWS, BLOCK_D, RAGGED, PRECISION)
     tq = load_tile(TQ, row0, tq_row, n_q, D, ROWS, BLOCK_D, RAGGED, PRECISION) if TQ is not None else None
     do = load_tile(DO, row0, do_row, n_q, DV, ROWS, BLOCK_DV, RAGGED, PRECISION) if DO is not None else None
     tdo = load_tile(TDO, row0, tdo_row, n_q, DV, ROWS, BLOCK_DV, RAGGED, PRECISION) if TDO is not None else None
-    high, low = load_lse(L, row0, n_q, ROWS)
-    mu = load_row_vector(MU, row0, n_q, ROWS)[None, :]
-    delta = load_row_vector(DELTA, row0, n_q, ROWS)[None, :]
-    tdelta = load_row_vector(TDELTA, row0, n_q, ROWS)[None, :]
+    high, low = load_lse(L, row0, n_q, ROWS, RAGGED)
+    mu = load_row_vector(MU, row0, n_q, ROWS, RAGGED)[None, :]
+    delta = load_row_vector(DELTA, row0, n_q, ROWS, RAGGED)[None, :]
+    tdelta = load_row_vector(TDELTA, row0, n_q, ROWS, RAGGED)[None, :]
     s = dot(k, tl.trans(q), None, PRECISION)
     p = probabilities(s, scale, high[None, :], low[None, :], q.dtype == tl.float32)
     if DIAGONAL:
         p = tl.where(tl.trans(visible(row0, col0, n_k, ROWS, COLS, True)), p, 0.0)
-    elif DQ is not None and RAGGED_KEYS:
-        p = tl.where((col0 + tl.arange(0, COLS) < n_k)[:, None], p, 0.0)
     ts = dot_pair(k, tq, tk, q, PRECISION) * scale if tq is not None or tk is not None else None
     if WANT_V:
         if ts is not None and do is not None:
             dv = dot(as_operand(p * (ts - mu), q.dtype, PRECISION), do, dv, PRECISION)
         if tdo is not None:
             dv = dot(as_operand(p, q.dtype, PRECISION), tdo, dv, PRECISION)
-    if WANT_K or DQ is not None:
+    if WANT_K:
         dp = dot(v, tl.trans(do), None, PRECISION) if do is not None else None
         has_tdp: tl.constexpr = tdo is not None or (tv is not None and do is not None)
         tdp = dot_pair(tv, do, v, tdo, PRECISION) if has_tdp else None
         tds = as_operand(_second_order(p, ts, dp, tdp, mu, delta, tdelta), q.dtype, PRECISION)
         ds = as_operand(_first_order(p, dp, delta), q.dtype, PRECISION)
-        if WANT_K:
-            dk = dot(tds, q, dk, PRECISION)
-            if tq is not None:
-                dk = dot(ds, tq, dk, PRECISION)
-        if DQ is not None:
-            dq = dot(tl.trans(tds), k, None, PRECISION)
-            if tk is not None:
-                dq = dot(tl.trans(ds), tk, dq, PRECISION)
-            pointers = tile_pointers(DQ, row0, D, ROWS, BLOCK_D)
-            if RAGGED or D != BLOCK_D:
-                tl.atomic_add(pointers, dq * scale, mask=tile_mask(row0, n_q, D, ROWS, BLOCK_D), sem="relaxed")
-            else:
-                tl.atomic_add(pointers, dq * scale, sem="relaxed")
+        dk = dot(tds, q, dk, PRECISION)
+        if tq is not None:
+            dk = dot(ds, tq, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_tangent_keys_kernel(
-    Q, K, V, L, DO, TQ, TK, TV, TDO, MU, DELTA, TDELTA, DQ, DK, DV_,
+    Q, K, V, L, DO, TQ, TK, TV, TDO, MU, DELTA, TDELTA, DK, DV_,
     q_strides, k_strides, v_strides, do_strides, tq_strides, tk_strides, tv_strides, tdo_strides, dk_strides,
     dv_strides, lead1, lead2, tiles, heads, n_q, n_k, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    RAGGED: tl.constexpr, RAGGED_KEYS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     z, tile = program_head_and_tile(tiles)
     if z >= heads:
@@ -143,8 +126,6 @@ def backward_tangent_keys_kernel(
     MU += z * n_q
     DELTA += z * n_q
     TDELTA += z * n_q
-    if DQ is not None:
-        DQ += z * n_q * D
     k = load_tile(K, col0, k_strides[3], n_k, D, COLS, BLOCK_D, True, PRECISION)
     tk = load_tile(TK, col0, tk_strides[3], n_k, D, COLS, BLOCK_D, True, PRECISION) if TK is not None else None
     v = load_tile(V, col0, v_strides[3], n_k, DV, COLS, BLOCK_DV, True, PRECISION)
@@ -155,17 +136,15 @@ def backward_tangent_keys_kernel(
     if CAUSAL:
         for row0 in range(start, full, ROWS):
             dk, dv = _keys_step(
-                Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, DQ, k, tk, v, tv, row0, col0,
+                Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, k, tk, v, tv, row0, col0,
                 q_strides[3], tq_strides[3], do_strides[3], tdo_strides[3], n_q, n_k, scale, dk, dv,
-                D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, True, PRECISION, DK is not None, DV_ is not None,
-                RAGGED, RAGGED_KEYS,
+                D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, True, PRECISION, DK is not None, DV_ is not None, RAGGED,
             )  # fmt: skip
     for row0 in range(tl.maximum(start, full), n_q, ROWS):
         dk, dv = _keys_step(
-            Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, DQ, k, tk, v, tv, row0, col0,
+            Q, TQ, DO, TDO, L, MU, DELTA, TDELTA, k, tk, v, tv, row0, col0,
             q_strides[3], tq_strides[3], do_strides[3], tdo_strides[3], n_q, n_k, scale, dk, dv,
-            D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, False, PRECISION, DK is not None, DV_ is not None,
-            RAGGED, RAGGED_KEYS,
+            D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, False, PRECISION, DK is not None, DV_ is not None, RAGGED,
         )  # fmt: skip
     if DK is not None:
         store_tile(DK, dk * scale, col0, dk_strides[3], n_k, D, COLS, BLOCK_D)
@@ -223,10 +202,10 @@ def backward_tangent_queries_kernel(
     tq = load_tile(TQ, row0, tq_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION) if TQ is not None else None
     do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, PRECISION) if DO is not None else None
     tdo = load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, PRECISION) if TDO is not None else None
-    high, low = load_lse(L + z * n_q, row0, n_q, ROWS)
-    mu = load_row_vector(MU + z * n_q, row0, n_q, ROWS)[:, None]
-    delta = load_row_vector(DELTA + z * n_q, row0, n_q, ROWS)[:, None]
-    tdelta = load_row_vector(TDELTA + z * n_q, row0, n_q, ROWS)[:, None]
+    high, low = load_lse(L + z * n_q, row0, n_q, ROWS, True)
+    mu = load_row_vector(MU + z * n_q, row0, n_q, ROWS, True)[:, None]
+    delta = load_row_vector(DELTA + z * n_q, row0, n_q, ROWS, True)[:, None]
+    tdelta = load_row_vector(TDELTA + z * n_q, row0, n_q, ROWS, True)[:, None]
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     full, end = column_range(row0, n_k, ROWS, COLS, CAUSAL)
     for col0 in range(0, full, COLS):
@@ -265,20 +244,17 @@ def backward_tangent(
     wants_v = "v" in wanted and (tdo is not None or (moves_p and do is not None))
     dv = launch.new_matrix(v, v.shape[-1]) if wants_v else None
     dq = launch.new_matrix(q, q.shape[-1]) if "q" in wanted else None
-    atomic = dq is not None and (dk is not None or dv is not None) and launch.prefers_atomics(q, v)
-    dq32 = torch.zeros(q.shape, dtype=torch.float32, device=q.device) if atomic else None
     with torch.cuda.device_of(q):
         if dk is not None or dv is not None:
-            constants = launch.constants("backward_tangent_" + ("atomic" if atomic else "keys"), q, v, spec)
+            constants = launch.constants("backward_tangent_keys", q, v, spec)
             tiles = triton.cdiv(n_k, constants["COLS"])
             backward_tangent_keys_kernel[heads.grid(tiles)](
-                q, k, v, lse, do, tq, tk, tv, tdo, tl_, delta, tdelta, dq32, dk, dv,
+                q, k, v, lse, do, tq, tk, tv, tdo, tl_, delta, tdelta, dk, dv,
                 *heads.strides(q, k, v, do, tq, tk, tv, tdo, dk, dv),
-                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale,
-                RAGGED=n_q % constants["ROWS"] != 0, RAGGED_KEYS=n_k % constants["COLS"] != 0,
+                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, RAGGED=n_q % constants["ROWS"] != 0,
                 **constants,
             )  # fmt: skip
-        if dq is not None and dq32 is None:
+        if dq is not None:
             constants = launch.constants("backward_tangent_queries", q, v, spec)
             tiles = triton.cdiv(n_q, constants["ROWS"])
             backward_tangent_queries_kernel[heads.grid(tiles)](
@@ -286,6 +262,4 @@ def backward_tangent(
                 *heads.strides(q, k, v, do, tq, tk, tv, tdo, dq),
                 *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, **constants,
             )  # fmt: skip
-    if dq is not None and dq32 is not None:
-        dq.copy_(dq32)
     return tuple(None if x is None else heads.unfold(x) for x in (dq, dk, dv))  # type: ignore[return-value]

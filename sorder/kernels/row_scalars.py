@@ -42,7 +42,7 @@ def row_scalars_kernel(
     if DO is not None:
         delta += _row_dot(do, o)
     if DL is not None:
-        delta -= load_row_vector(DL + z * n_q, row0, n_q, ROWS)
+        delta -= load_row_vector(DL + z * n_q, row0, n_q, ROWS, True)
     tl.store(DELTA + z * n_q + rows, delta, mask=rows < n_q)
     if TDELTA is not None:
         tdelta = tl.zeros([ROWS], tl.float32)
@@ -51,7 +51,7 @@ def row_scalars_kernel(
         if DO is not None and TO is not None:
             tdelta += _row_dot(do, load_tile(TO, row0, to_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"))
         if TDL is not None:
-            tdelta -= load_row_vector(TDL + z * n_q, row0, n_q, ROWS)
+            tdelta -= load_row_vector(TDL + z * n_q, row0, n_q, ROWS, True)
         tl.store(TDELTA + z * n_q + rows, tdelta, mask=rows < n_q)
 
 

@@ -75,7 +75,7 @@ def tangent_kernel(
     TO = head_pointer(TO, z, lead1, lead2, to_strides)
     q = load_tile(Q, row0, q_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION)
     tq = load_tile(TQ, row0, tq_strides[3], n_q, D, ROWS, BLOCK_D, True, PRECISION) if TQ is not None else None
-    high, low = load_lse(L + z * n_q, row0, n_q, ROWS)
+    high, low = load_lse(L + z * n_q, row0, n_q, ROWS, True)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     mu = tl.zeros([ROWS], tl.float32)
     full, end = column_range(row0, n_k, ROWS, COLS, CAUSAL)

@@ -96,19 +96,20 @@ def store_tile(base, value, first, stride, limit, WIDTH: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def load_row_vector(base, first, limit, ROWS: tl.constexpr):
+def load_row_vector(base, first, limit, ROWS: tl.constexpr, CHECK: tl.constexpr):
     rows = first + tl.arange(0, ROWS)
-    return tl.load(base + rows, mask=rows < limit, other=0.0).to(tl.float32)
+    x = tl.load(base + rows, mask=rows < limit, other=0.0) if CHECK else tl.load(base + rows)
+    return x.to(tl.float32)
 
 
 @triton.jit
-def load_lse(base, first, limit, ROWS: tl.constexpr):
+def load_lse(base, first, limit, ROWS: tl.constexpr, CHECK: tl.constexpr):
     """(high, low) float32 parts of the log-sum-exp: in base 2 with low = 0 for 16-bit inputs, natural for float32 ones.
 
     Rows that see nothing (−∞) and rows beyond the end get +∞, so that their P is exactly 0.
     """
     rows = first + tl.arange(0, ROWS)
-    lse = tl.load(base + rows, mask=rows < limit, other=float("inf"))
+    lse = tl.load(base + rows, mask=rows < limit, other=float("inf")) if CHECK else tl.load(base + rows)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     if lse.dtype == tl.float64:
         high = lse.to(tl.float32)
