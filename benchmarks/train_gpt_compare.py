@@ -3,9 +3,9 @@
     python benchmarks/train_gpt_compare.py --minutes 6       # one H200: 10.7M parameters at 32,768 tokens of context
     python benchmarks/train_gpt_compare.py --smoke --out smoke.json          # any machine, only to see that it runs
 
-Newton-CG runs from its defaults. Each rival runs with a warm-up and a linear decay to zero: over a grid of learning
-rates for Newton-CG's number of steps, and with the grid's best rate once more for as many seconds as Newton-CG took.
-Step n sees the same windows of text in every run. Seconds are those of the steps, evaluation left out.
+Newton-CG runs as the example has it, untuned. Each rival runs with a warm-up and a linear decay to zero: over a grid of
+learning rates for Newton-CG's number of steps, and with the grid's best rate once more for as many seconds as Newton-CG
+took. Step n sees the same windows of text in every run. Seconds are those of the steps, evaluation left out.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ NEWTON_SHARE = 0.2  # of the wall budget; each rival's long run takes as much, a
 class Comparison:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        self.text: train_gpt.corpus.Corpus | None = None
         self.deadline = time.perf_counter() + 60 * args.minutes
         self.results: dict[str, Any] = {
             "environment": record.environment(torch.device(args.device), args.commit),
@@ -48,7 +49,8 @@ class Comparison:
         """Trains for ``steps``, or until ``seconds`` or the wall budget are spent; appends the curve to the results."""
         arguments = [f"--{k}={v}" for k, v in self.args.shape.items()] + [f"--device={self.args.device}"]
         arguments += [f"--optimizer={optimizer}", f"--steps={steps}"] + ([] if lr is None else [f"--lr={lr}"])
-        training = train_gpt.Run(train_gpt.parse(arguments), **options)
+        training = train_gpt.Run(train_gpt.parse(arguments), self.text, **options)
+        self.text = training.corpus
         rates = training.rates
         self.results["configuration"]["parameters"] = sum(p.numel() for p in training.model.parameters())
         self.results["configuration"]["tokens per step"] = training.args.batch * training.args.context
@@ -68,14 +70,15 @@ class Comparison:
             if training.step % every == 0 or training.step == steps:
                 curve.append(self._point(training, spent, loss))
         run = {
-            "optimizer": optimizer, "role": role, "lr": lr, "steps": training.step, "seconds": spent, "curve": curve,
-            "options": options, "error": error, "truncated": spent < seconds and training.step < steps and not error,
+            "optimizer": optimizer, "role": role, "lr": rates[0], "steps": training.step, "seconds": spent,
+            "curve": curve, "options": options, "error": error,
+            "truncated": spent < seconds and training.step < steps and not error,
         }  # fmt: skip
         self.results["runs"].append(run)
         record.write(self.args.out, self.results)
         per_step = spent / max(training.step, 1)
         print(
-            f"{optimizer:<10} {role:<13} lr {'default' if lr is None else lr:<8} {training.step:>5} steps of "
+            f"{optimizer:<10} {role:<13} lr {rates[0]:<8} {training.step:>5} steps of "
             f"{per_step:.3f} s, held-out {curve[-1]['held_out']:.4f} bits/byte {error or ''}",
             flush=True,
         )
@@ -157,9 +160,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for axis, key in zip(axes, ("step", "tokens", "seconds"), strict=True):
         for run in shown:
             curve = [p for p in run["curve"] if p[key] > 0]
-            rate = "" if run["lr"] is None else f", lr {run['lr']:g}"
             style = "--" if run["role"] == "same tokens" else "-"
-            label = f"{run['optimizer']}, {run['role']}{rate}"
+            label = f"{run['optimizer']}, {run['role']}, lr {run['lr']:g}"
             axis.plot(
                 [p[key] for p in curve], [p["held_out"] for p in curve], style,
                 color=colours[run["optimizer"]], label=label, marker=".",

@@ -41,17 +41,8 @@ PRESETS: dict[str, dict[str, int]] = {
     "cuda": {"context": 32_768, "batch": 4, "layers": 6, "width": 384, "heads": 6, "steps": 60, "windows": 8},
 }
 WARMUP = 20  # steps over which the learning rate of a first-order optimizer rises
-FIXED = (
-    "optimizer",
-    "layers",
-    "width",
-    "heads",
-    "context",
-    "batch",
-    "curvature_batch",
-    "seed",
-    "data",
-)  # while a run goes on
+# What a resumed run cannot change.
+FIXED = ["optimizer", "lr", "layers", "width", "heads", "context", "batch", "curvature_batch", "seed", "data"]
 
 
 class UserError(Exception):
@@ -106,14 +97,15 @@ def positive(text: str) -> int:
 class Run:
     """Model, optimizer, data and history: what a checkpoint holds, and what a step changes."""
 
-    def __init__(self, args: argparse.Namespace, **optimizer_options: Any) -> None:
+    def __init__(self, args: argparse.Namespace, text: corpus.Corpus | None = None, **optimizer_options: Any) -> None:
         self.args = args
         try:
             self.device = torch.device(args.device)
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as error:
-            raise UserError(f"device {args.device!r} cannot be used: {str(error).splitlines()[0]}") from error
-        self.corpus = corpus.load(args.data, args.context)
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"device {args.device!r} cannot be used: {reason}") from error
+        self.corpus = text or corpus.load(args.data, args.context)
         torch.manual_seed(args.seed)
         try:
             self.model = GPT(256, args.width, args.layers, args.heads, args.checkpoint_blocks).to(self.device)
@@ -205,7 +197,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UserError(f"nothing to resume: {path} does not exist") from None
     except Exception as error:
-        raise UserError(f"{path} is not a readable checkpoint: {str(error).splitlines()[0]}") from error
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} is not a readable checkpoint: {reason}") from error
 
 
 def scalars(run: Run, loss: float, seconds: float) -> dict[str, float]:
@@ -299,9 +292,7 @@ def main(argv: list[str] | None = None) -> int:
             args = parse(argv, saved)
             changed = [name for name in FIXED if getattr(args, name) != saved[name]]
             if changed:
-                raise UserError(
-                    f"--{changed[0]} is {saved[changed[0]]} in {checkpoint}; a resumed run cannot change it"
-                )
+                raise UserError(f"a resumed run cannot change {changed[0]}, {saved[changed[0]]} in {checkpoint}")
         train(args, state)
     except (UserError, corpus.CorpusError) as error:
         return fail(str(error))

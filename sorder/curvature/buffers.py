@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 class BufferWatch:
     """Records the buffers of every module called inside ``with watch:``, as they were before the first call.
 
-    An optimizer knows parameters, not modules; a global forward pre-hook meets the modules. On leaving the
-    context only buffers that changed (in place, or by assignment to the attribute) are kept, with both
-    values, so that :meth:`restore_before` and :meth:`restore_after` move between the two.
+    An optimizer knows parameters, not modules; a global forward pre-hook meets the modules. On leaving the context
+    only buffers that changed (in place, or by assignment to the attribute) are kept, with both values, so that
+    :meth:`restore_before` and :meth:`restore_after` move between the two.
 
     A ``DistributedDataParallel`` module met on the way does not reduce gradients inside the context
     (``autograd.grad`` would leave its reducer waiting); ``watch.process_group`` tells its group.

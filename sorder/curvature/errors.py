@@ -13,25 +13,29 @@ class CurvatureError(RuntimeError):
     """A curvature product cannot be had: an operation in the closure lacks the derivatives it needs."""
 
 
-# Each pattern finds an operation's name where the message has one.
+class MissingDerivativeError(RuntimeError):
+    """One way of taking a product fails, because ``operation`` lacks a derivative."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(f"{operation} lacks a derivative")
+        self.operation = operation
+
+
+# What PyTorch says then; a pattern finds the operation's name where the message has one.
 _MISSING = (
     r"derivative for '?(?P<op>[\w:]+)'? is not implemented",
     r"forward AD with (?P<op>[\w:]+) that does not support it",
+    r"the jvp function for (?P<op>custom autograd\.Function)",
+    r"to use an (?P<op>autograd\.Function) with functorch",
     r"marked with (?P<op>@once_differentiable)",
-    r"with custom Function (?P<op>\S+)",
-    r"custom autograd\.Function (?P<op>\S+)",
     r"(?P<op>aot_autograd) does not currently support double backward",
     r"Double backwards is not supported for (?P<op>CuDNN RNNs)",
     r"(?P<op>torch\.utils\.checkpoint) is incompatible with",
-    r"autograd\.Function with functorch",
-    r"You are attempting to call Tensor\.requires_grad_",
     r"don't yet support (?P<op>saved tensor hooks)",
-    r"would mutate a captured Tensor",
-    r"[Ii]mplement(ed)? the (`)?(jvp|forward)",
-    r"attempted to call in-place operation \((?P<op>[\w:]+)",
+    r"in-place operation \((?P<op>[\w:]+)\) that would mutate",
+    r"You are attempting to call (?P<op>Tensor\.requires_grad_)",
     r"does not require grad and does not have a grad_fn",
-    r"One of the differentiated Tensors",
-    r"(?P<op>[\w:]+) does not support .*(forward|double)",
+    r"appears to not have been used in the graph",
     r"Cannot access data pointer of Tensor",
     r"expected scalar type \w+ but found \w+",
 )
@@ -47,7 +51,7 @@ _REMEDIES = (
         "call the module that torch.compile wrapped, or torch.compiler.set_stance('force_eager')",
     ),
     ("CuDNN RNNs", "run the closure under torch.backends.cudnn.flags(enabled=False)"),
-    ("once_differentiable", "write the backward of that autograd.Function in differentiable operations"),
+    ("autograd.Function", "write its backward in differentiable operations, and a jvp where forward mode is wanted"),
 )
 
 
@@ -56,6 +60,8 @@ def missing_derivative(error: BaseException) -> str | None:
 
     Where the message names no operation, its first line stands for the name.
     """
+    if isinstance(error, MissingDerivativeError):
+        return error.operation
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return None
     message = str(error)
@@ -79,9 +85,8 @@ def among(suspects: Sequence[str]) -> str:
     return f" (autograd.Functions in the graph: {', '.join(suspects)})" if suspects else ""
 
 
-def curvature_error(missing: Sequence[str], tried: Sequence[str], suspects: Sequence[str]) -> CurvatureError:
-    """The error for a closure whose operations ``missing`` defeated every mode ``tried``."""
-    operation = next((name for name in missing if "::" in name), missing[0])
+def curvature_error(operation: str, tried: Sequence[str], suspects: Sequence[str]) -> CurvatureError:
+    """The error for a closure in which ``operation`` defeated every mode ``tried``."""
     return CurvatureError(
         f"no curvature product by {' or '.join(tried)}: {operation} lacks a derivative{among(suspects)}. "
         f"Remedy: {remedy(operation)}."
@@ -96,18 +101,3 @@ def warn_once(key: str, message: str) -> None:
     if key not in _warned:
         _warned.add(key)
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def python_functions(root: torch.Tensor) -> list[str]:
-    """Names of the ``autograd.Function`` classes in the graph of ``root``."""
-    names: set[str] = set()
-    seen, queue = set(), [root.grad_fn]
-    while queue:
-        node = queue.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            names.add(type(node).__name__.removesuffix("Backward"))
-        queue.extend(parent for parent, _ in node.next_functions)
-    return sorted(names)

@@ -21,8 +21,8 @@ class Evaluation:
     """What one run of a closure gave.
 
     Attributes:
-        root: the scalar that was minimised, with its graph: what the closure called ``backward`` on, summed,
-            or else the loss that it returned.
+        root: the scalar that was minimised, with its graph: what the closure called ``backward`` on, summed, or else
+            the loss that it returned.
         returned: the loss as the closure returned it; a tensor without graph.
         outputs: what the closure returned beside the loss, or None.
         gradient: gradients of the parameters where the closure called ``backward`` itself, else None.
@@ -50,10 +50,10 @@ def run_closure(
 ) -> Evaluation:
     """Run ``closure`` with gradients enabled and whatever it passes to ``backward`` taken out of its hands.
 
-    A ``backward`` inside the closure would free the graph and could add a graph to ``.grad``. Inside this
-    function it computes gradients with respect to ``params`` alone, keeps the graph, and adds detached
-    gradients to ``.grad``; with ``differentiate=False`` it computes nothing and adds ``gradients``, where
-    given, instead. ``graph=False`` runs the closure without recording a graph.
+    A ``backward`` inside the closure would free the graph and could add a graph to ``.grad``. Inside this function it
+    computes gradients with respect to ``params`` alone, keeps the graph, and adds detached gradients to ``.grad``;
+    with ``differentiate=False`` it computes nothing and adds ``gradients``, where given, instead. ``graph=False``
+    runs the closure without recording a graph.
 
     Raises:
         TypeError: the closure returned neither a loss nor ``(loss, outputs)``.

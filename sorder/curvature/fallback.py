@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from sorder.curvature.errors import among, curvature_error, missing_derivative, warn_once
-from sorder.curvature.modes import NotRepeatedError, Product, Vector
+from sorder.curvature.modes import Product, Vector
 
 REVERSE, FORWARD = "reverse-over-reverse", "forward-over-reverse"
 
@@ -16,7 +16,7 @@ def first_that_works(ways: Sequence[tuple[str, Callable[[], Product]]], suspects
     """A product that goes from one way to the next where an operation lacks a derivative."""
     remaining = list(ways)
     current: list[Product] = []
-    missing: list[str] = []
+    missing: dict[str, str] = {}
 
     def product(v: Vector) -> list[Tensor]:
         while True:
@@ -25,19 +25,18 @@ def first_that_works(ways: Sequence[tuple[str, Callable[[], Product]]], suspects
                 if not current:
                     current.append(make())
                 return current[0](v)
-            except (RuntimeError, NotImplementedError) as error:
-                repeats = not isinstance(error, NotRepeatedError)
-                operation = missing_derivative(error) if repeats else "the closure's randomness"
+            except RuntimeError as error:
+                operation = missing_derivative(error)
                 if operation is None:
                     raise
-                missing.append(operation)
+                missing[name] = operation
                 if len(remaining) == 1:
-                    tried = list(dict.fromkeys(n for n, _ in ways))
-                    raise curvature_error(missing, tried, suspects) from error
+                    # What reverse mode lacks is named by the operation; forward mode may know its kind only.
+                    raise curvature_error(missing.get(REVERSE, operation), list(missing), suspects) from error
             current.clear()
             remaining.pop(0)
             if remaining[0][0] != name:
-                _warn_fallback(missing[-1], name, remaining[0][0], suspects)
+                _warn_fallback(missing[name], name, remaining[0][0], suspects)
 
     return product
 

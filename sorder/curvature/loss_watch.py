@@ -1,8 +1,7 @@
 """Watches a closure for calls of torch's loss functions that are convex in the model's outputs.
 
-A generalised Gauss–Newton matrix needs the outputs z and the loss as a convex function of z (Schraudolph
-2002).
-Where a closure returns the loss only, they are found by watching: F.cross_entropy(z, y) names its z.
+A generalised Gauss–Newton matrix needs the outputs z and the loss as a convex function of z (Schraudolph 2002). Where
+a closure returns the loss only, they are found by watching: F.cross_entropy(z, y) names its z.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class WatchedCall:
     """A loss function's call: ``function(outputs, **arguments)``.
 
     Attributes:
-        function: member of ``torch.nn.functional``; ``nll_loss(log_softmax(z))`` counts as
-            ``cross_entropy(z)``.
+        function: member of ``torch.nn.functional``; ``nll_loss(log_softmax(z))`` counts as ``cross_entropy(z)``.
         outputs: z, the tensor in which the loss is convex.
         arguments: the other arguments by name (target, weight, reduction, …), or None where the loss is not
             ``function`` of ``outputs`` themselves, as after a reshape of log-probabilities.
@@ -81,8 +79,8 @@ class LossSum:
 
     Attributes:
         terms: (call, scale) pairs.
-        exact: False where the scales tell signs only, because tensors were multiplied element by element or
-            reduced on the way.
+        exact: False where the scales tell signs only, because tensors were multiplied element by element or reduced
+            on the way.
         version: version of the tensor at record time; a later in-place operation makes the record void.
     """
 

@@ -9,6 +9,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from sorder.curvature.evaluation import Evaluation
+from sorder.curvature.graph import python_nodes, watch_for_cuts
 from sorder.curvature.split import Position, SplitRecorder
 from sorder.curvature.substitution import dual_parameters, functional
 from sorder.func.written_out import WrittenOut
@@ -29,7 +30,8 @@ def zeros_for_none(found: Sequence[Tensor | None], like: Vector) -> list[Tensor]
 
 def hessian_reverse_over_reverse(root: Tensor, params: Vector) -> tuple[list[Tensor | None], Product]:
     """Gradient, and v ↦ ∇⟨g, v⟩ through one graph that is kept: a product is one second backward pass."""
-    gradient = torch.autograd.grad(root, params, create_graph=True, allow_unused=True)
+    with watch_for_cuts(python_nodes(root)):
+        gradient = torch.autograd.grad(root, params, create_graph=True, allow_unused=True)
     # A gradient without graph is constant: its parameter enters linearly.
     curved = [i for i, g in enumerate(gradient) if g is not None and g.requires_grad]
     heads = [g for g in gradient if g is not None and g.requires_grad]
@@ -150,10 +152,6 @@ def jacobian_by_substitution(
         return list(tangents)
 
     return product
-
-
-class NotRepeatedError(RuntimeError):
-    """The closure, run again, was another function: other random numbers, or other data."""
 
 
 def relative_difference(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:

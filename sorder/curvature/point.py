@@ -12,71 +12,69 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sorder.curvature import modes
-from sorder.curvature.errors import python_functions
+from sorder.curvature.errors import MissingDerivativeError, missing_derivative
 from sorder.curvature.evaluation import Closure, Evaluation, added, run_closure, total
 from sorder.curvature.fallback import FORWARD, REVERSE, first_that_works
+from sorder.curvature.graph import names, python_nodes, refuse_reentrant_checkpoints
 from sorder.curvature.loss_watch import LossWatch
 from sorder.curvature.modes import Product, Vector
 from sorder.curvature.replay import Replay
 from sorder.curvature.split import KINDS, Split, find_split
 
 MODES = ("auto", REVERSE, FORWARD)
+RANDOMNESS = "the closure's randomness, which differs between runs,"
 
 
 class CurvaturePoint:
     r"""Loss, gradient and outputs of a closure at one point, and products with its curvature there.
 
-    The closure is a plain function of nothing over live parameters, as an optimizer is given one. It returns
-    the loss or ``(loss, outputs)``, and may call ``backward`` itself. It runs once when the point is made.
-    Products see
-    the function of that run: the same dropout masks and buffers; buffers and random generators end up as
-    after one run, however many products are taken.
+    The closure is a plain function of nothing over live parameters, as an optimizer is given one. It returns the loss
+    or ``(loss, outputs)``, and may call ``backward`` itself. It runs once when the point is made. Products see the
+    function of that run: the same dropout masks and buffers; buffers and random generators end up as after one run,
+    however many products are taken. Plain ``F.scaled_dot_product_attention`` needs :func:`sorder.exact_attention`
+    around the point and its products.
 
     With J the Jacobian of the outputs z(θ) and ℓ the loss as a function of z, products are with
 
     - ``"hessian"``: ∇²ℓ(z(θ));
-    - ``"ggn"``: Jᵀ(∇²ℓ)J, the generalised Gauss–Newton matrix (Schraudolph, *Fast curvature matrix-vector
-      products*, 2002), positive semidefinite where ℓ is convex. ∇²ℓ is a closed form for cross_entropy (also
-      nll_loss of a log_softmax), mse_loss and binary_cross_entropy_with_logits, and a double backward for any
-      other loss;
-    - ``"fisher"``: Jᵀ(Σ g gᵀ)J with g the gradients of the rows of those three losses for labels drawn once
-      from the model's own distribution; an unbiased estimate of the Fisher, which here is the GGN (Martens,
-      *New insights and perspectives on the natural gradient method*, JMLR 2020);
-    - ``"auto"``: the GGN where the closure returns outputs, or where its loss is seen to be a nonnegative
-      multiple, a sum or a weighted mean of results of torch's convex loss functions; otherwise the Hessian.
+    - ``"ggn"``: Jᵀ(∇²ℓ)J, the generalised Gauss–Newton matrix (Schraudolph, *Fast curvature matrix-vector products*,
+      2002), positive semidefinite where ℓ is convex. ∇²ℓ is a closed form for cross_entropy (also nll_loss of a
+      log_softmax), mse_loss and binary_cross_entropy_with_logits, and a double backward for any other loss;
+    - ``"fisher"``: Jᵀ(Σ g gᵀ)J with g the gradients of the rows of those three losses for labels drawn once from the
+      model's own distribution; an unbiased estimate of the Fisher, which here is the GGN (Martens, *New insights and
+      perspectives on the natural gradient method*, JMLR 2020);
+    - ``"auto"``: the GGN where the closure returns outputs, or where its loss is seen to be a nonnegative multiple, a
+      sum or a weighted mean of results of torch's convex loss functions; otherwise the Hessian.
 
     Args:
         closure: a closure, or a sequence of closures whose losses are summed.
-        params: the parameters, leaf tensors that require gradients. Those that the loss does not use have
-            gradient and curvature zero.
-        kind: see above; default ``"auto"``. ``self.kind`` tells which was taken. None asks for loss and
-            gradient alone.
-        mode: ``"reverse-over-reverse"`` keeps a differentiable graph of the gradient (Hessian) or of Jᵀu
-            (GGN): a product is one pass through it, nothing of the model is run again, and anything that can
-            be differentiated twice in reverse is served. It costs about twice the gradient's memory.
-            ``"forward-over-reverse"`` keeps nothing for the Hessian and the outputs' own graph for the GGN,
-            and runs the
-            closure again with tangents in every product: for the GGN that costs little more memory than a
-            gradient. It needs forward-mode derivatives; where one is missing the other mode takes over with
-            one warning. ``"auto"`` (default) expects many products at one point. For the Hessian it is
-            reverse-over-reverse, which then is both faster (a linear layer's 6 matrix products against 9) and
-            smaller. For the GGN it is reverse-over-reverse on the CPU, where the time to run small operations
-            again counts, and forward-over-reverse elsewhere, where memory counts. If an operation has no
-            derivative in the mode taken, the other takes over, with one warning.
+        params: the parameters, leaf tensors that require gradients. Those that the loss does not use have gradient
+            and curvature zero.
+        kind: see above; default ``"auto"``. ``self.kind`` tells which was taken. None asks for loss and gradient
+            alone.
+        mode: ``"reverse-over-reverse"`` keeps a differentiable graph of the gradient (Hessian) or of Jᵀu (GGN): a
+            product is one pass through it, nothing of the model is run again, and anything that can be differentiated
+            twice in reverse is served. It costs about twice the gradient's memory. ``"forward-over-reverse"`` keeps
+            nothing for the Hessian and the outputs' own graph for the GGN, and runs the closure again with tangents
+            in every product: for the GGN that costs little more memory than a gradient. It needs forward-mode
+            derivatives; where one is missing the other mode takes over with one warning. ``"auto"`` (default) expects
+            many products at one point. For the Hessian it is reverse-over-reverse, which then is both faster (a
+            linear layer's 6 matrix products against 9) and smaller. For the GGN it is reverse-over-reverse on the
+            CPU, where the time to run small operations again counts, and forward-over-reverse elsewhere, where memory
+            counts. If an operation has no derivative in the mode taken, the other takes over, with one warning.
         sign: 1 for the loss itself (default), −1 to turn loss, gradient and curvature around.
         seed: of the labels that ``"fisher"`` draws. Default 0.
 
     Attributes:
         loss: the sum of losses times ``sign``, a 0-dimensional tensor without graph.
         gradient: its gradient, one tensor per parameter, zeros for unused ones.
-        returned, outputs: what the closure returned, without graph; lists where ``closure`` is a sequence.
+        returned, outputs: what the closure returned, without graph; lists where ``closure`` is a sequence. The
+            outputs are kept until :meth:`release`, which leaving the context calls.
         kind: "hessian", "ggn" or "fisher". products: number of products taken. evaluations: runs of closures.
 
     Raises:
-        ValueError: an argument is out of range; the loss is not a scalar or has no graph; ``kind`` is not to
-            be had.
-        CurvatureError: (by :meth:`product`) an operation lacks the derivatives; the message names it and the
-            remedy.
+        ValueError: an argument is out of range; the loss is not a scalar or has no graph; ``kind`` is not to be had.
+        CurvatureError: (by :meth:`product`) an operation lacks the derivatives; the message names it and the remedy.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -111,8 +109,8 @@ class CurvaturePoint:
             for device in sorted({"cpu", *(p.device.type for p in self.params)})
             if torch.is_autocast_enabled(device)
         }
-        self.products = 0
-        self.evaluations = 0
+        self.products = self.evaluations = 0
+        self.outputs: Any = None
         try:
             self._evaluate(kind, seed)
         except BaseException:
@@ -134,6 +132,8 @@ class CurvaturePoint:
         self.loss = self._sign * total([e.root.detach() for e in self._evaluations])
         self.returned = self._as_given([e.returned for e in self._evaluations])
         self.outputs = self._as_given([tree_map(_detached, e.outputs) for e in self._evaluations])
+        for evaluation in self._evaluations:
+            refuse_reentrant_checkpoints(python_nodes(evaluation.root))
         with self._derivatives():
             splits = [
                 find_split(e, watch, kind, self._sign, seed + 1_000_003 * i)
@@ -172,13 +172,13 @@ class CurvaturePoint:
             gradient = list(torch.autograd.grad(root, self.params, retain_graph=True, allow_unused=True))
         used = [i for i, g in enumerate(gradient) if g is not None]
         pull = modes.jacobian_transpose(split.outputs, self.params)
-        suspects = python_functions(split.outputs[0])
+        suspects = names(python_nodes(split.outputs[0]))
 
         values = [z.detach() for z in split.outputs]
 
         def check(found: Sequence[Tensor]) -> None:
             if modes.relative_difference(found, values) > _tolerance([*values, *self.params], self._autocast):
-                raise modes.NotRepeatedError
+                raise MissingDerivativeError(RANDOMNESS)
 
         def dual() -> Product:
             run = partial(self._rerun, number, graph=False)
@@ -207,15 +207,18 @@ class CurvaturePoint:
     def _prepare_hessian(self, number: int) -> tuple[list[Tensor | None], Product]:
         """Gradient of one closure, and its product with the Hessian."""
         root, gradient = self._evaluations[number].root, self._evaluations[number].gradient
-        suspects = python_functions(root)
-        kept: list[Tensor | None] | None = None
+        suspects = names(python_nodes(root))
         reverse_product: Product | None = None
+        failure: str | None = None
         if self._mode != FORWARD:
-            kept, reverse_product = modes.hessian_reverse_over_reverse(root, self.params)
-        elif gradient is None:
-            kept = list(torch.autograd.grad(root, self.params, allow_unused=True))
-        gradient = kept if gradient is None else gradient
-        assert gradient is not None
+            try:
+                kept, reverse_product = modes.hessian_reverse_over_reverse(root, self.params)
+                gradient = gradient or kept
+            except RuntimeError as error:
+                failure = missing_derivative(error)
+                if failure is None:
+                    raise
+        gradient = gradient or list(torch.autograd.grad(root, self.params, allow_unused=True))
         used = [i for i, g in enumerate(gradient) if g is not None]
 
         loss = root.detach()
@@ -225,9 +228,11 @@ class CurvaturePoint:
             # Near a minimum gradients differ by rounding alone; other masks also change the loss.
             changed = modes.relative_difference(found, [loss]) > 1e-3 * tolerance
             if changed and modes.relative_difference(found_gradient, gradient) > tolerance:
-                raise modes.NotRepeatedError
+                raise MissingDerivativeError(RANDOMNESS)
 
         def reverse() -> Product:
+            if failure is not None:
+                raise MissingDerivativeError(failure)
             if reverse_product is not None:
                 return reverse_product
             # The graph was given up for forward-over-reverse; the same run, once more.
@@ -275,8 +280,9 @@ class CurvaturePoint:
         return self._sign * total([self._rerun(i).root.detach() for i in range(len(self._closures))])
 
     def release(self) -> None:
-        """Free the graphs. No product can be taken any more; :meth:`value` still works."""
+        """Free graphs and outputs. No product can be taken any more; :meth:`value` still works."""
         self._products.clear()
+        self.outputs = None
 
     def rollback(self) -> None:
         """Buffers and random generators as they were before the point was made; frees the graphs."""

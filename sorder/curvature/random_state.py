@@ -14,8 +14,8 @@ from torch import Tensor
 class RandomState:
     """State of every global random generator, and of the ``torch.Generator`` objects named to it.
 
-    Covers Python's :mod:`random`, NumPy's legacy generator where NumPy is loaded, torch's CPU generator, and
-    the default generator of every CUDA, XPU or MPS device in use.
+    Covers Python's :mod:`random`, NumPy's legacy generator where NumPy is loaded, torch's CPU generator, and the
+    default generator of every CUDA, XPU or MPS device in use.
 
     Example:
         >>> state = RandomState()

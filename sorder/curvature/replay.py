@@ -14,8 +14,8 @@ from sorder.curvature.random_state import RandomState
 class Replay:
     """The world around a closure: ``first()`` runs it for good, ``again()`` repeats that run without a trace.
 
-    A run inside ``again()`` starts from the random state and the buffers that the first one started from;
-    after it both are as before ``again()``. So dropout draws the same mask, and running statistics move once.
+    A run inside ``again()`` starts from the random state and the buffers that the first one started from; after it
+    both are as before ``again()``. So dropout draws the same mask, and running statistics move once.
     """
 
     def __init__(self) -> None:

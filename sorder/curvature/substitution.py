@@ -10,15 +10,15 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
+from sorder.curvature.errors import MissingDerivativeError
 from sorder.func.ambient import FirstCallMode
 
 
 class Substitute(FirstCallMode):
     """Context in which torch functions that are given a parameter get its substitute.
 
-    This makes a closure over a module's live parameters a function that ``torch.func`` can transform: no
-    module is rebuilt, tied weights are one parameter. ``p.data`` escapes, since it is not the parameter;
-    ``escaped`` tells.
+    This makes a closure over a module's live parameters a function that ``torch.func`` can transform: no module is
+    rebuilt, tied weights are one parameter. ``p.data`` escapes, since it is not the parameter; ``escaped`` tells.
     """
 
     def __init__(self, params: Sequence[Tensor], substitutes: Sequence[Tensor]) -> None:
@@ -29,8 +29,8 @@ class Substitute(FirstCallMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Property reads such as p.shape and p.requires_grad are of the parameter itself.
-        if getattr(function, "__name__", "") == "__get__" and function not in _VIEWS:
+        # Properties such as p.shape, p.requires_grad and p.grad are of the parameter itself.
+        if getattr(function, "__name__", "") in _PROPERTY and function not in _VIEWS:
             return function(*args, **(kwargs or {}))
         args = tuple([self._swap(a) for a in args])
         return function(*args, **{k: self._swap(v) for k, v in (kwargs or {}).items()})
@@ -54,6 +54,7 @@ class Substitute(FirstCallMode):
         return [i for i, p in enumerate(params) if id(p) not in self._used]
 
 
+_PROPERTY = ("__get__", "__set__", "__delete__")
 # Properties that give a view of the tensor.
 _VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
 
@@ -64,7 +65,7 @@ def functional(
     """``closure`` as a function of its parameters' values.
 
     Raises (when called):
-        RuntimeError: a parameter whose number is in ``expected`` escaped substitution.
+        MissingDerivativeError: a parameter whose number is in ``expected`` escaped substitution.
     """
 
     def function(*values: Tensor) -> Any:
@@ -72,10 +73,7 @@ def functional(
             result = closure()
         escaped = set(mode.escaped(params)) & set(expected)
         if escaped:
-            raise RuntimeError(
-                f"parameter {min(escaped)} is used through .data or outside torch functions; "
-                "its substitution does not support forward AD"
-            )
+            raise MissingDerivativeError(f"parameter {min(escaped)}, used through .data,")
         return result
 
     return function

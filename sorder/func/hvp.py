@@ -86,7 +86,7 @@ def value_grad_hvp(
     norms = mode == "reverse-over-forward" or _is_mapped((m.primals, m.tangents))
 
     def with_aux(*values: Any) -> tuple[Any, Any]:
-        with WrittenOut(norms):
+        with WrittenOut(norms, dropout=True):
             out = m.function(*values)
         value, aux = out if has_aux else (out, ())
         check_scalar("f", value)

@@ -1,4 +1,4 @@
-"""Norms and losses written out, for the transforms under which PyTorch's own fail or are silently wrong.
+"""Norms, losses and dropout written out, for the transforms under which PyTorch's own fail or are silently wrong.
 
 Through torch 2.13:
 
@@ -6,11 +6,15 @@ Through torch 2.13:
   constants when they are themselves differentiated (reverse over forward): silently wrong;
 - the batching rule of ``layer_norm``'s second derivative errs where the weight's tangent is mapped, as
   ``torch.func.hessian`` maps it: silently wrong;
-- ``mse_loss`` and ``huber_loss`` raise in forward over reverse.
+- ``mse_loss`` and ``huber_loss`` raise in forward over reverse;
+- on CUDA, a softmax that widens its 16-bit input (as ``cross_entropy`` does under autocast) gives its 16-bit gradient a
+  float32 tangent, over which the next matrix product raises;
+- on CUDA, the backward of dropout has no forward-mode rule (2.11).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,15 +25,16 @@ from torch.overrides import TorchFunctionMode
 
 
 class WrittenOut(TorchFunctionMode):
-    """Within this mode ``mse_loss`` and ``huber_loss`` are compositions of simpler operations, right everywhere.
+    """Within this mode losses and softmaxes are compositions of simpler operations, right everywhere.
 
     Args:
         norms: whether layer, batch and instance norm are, too.
+        dropout: whether dropout is, too. It then draws other random numbers than PyTorch's.
     """
 
-    def __init__(self, norms: bool) -> None:
+    def __init__(self, norms: bool, dropout: bool = False) -> None:
         super().__init__()
-        self._replacements = _LOSSES | _NORMS if norms else _LOSSES
+        self._replacements = _LOSSES | _SOFTMAXES | (_NORMS if norms else {}) | (_DROPOUTS if dropout else {})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._replacements.get(func, func)(*args, **(kwargs or {}))
@@ -152,6 +157,32 @@ def _huber_loss(
     return _reduce(loss, None, None, reduction, weight)
 
 
+def _softmax_of_wide_input(function: Any) -> Any:
+    """``function`` with its 16-bit input widened beforehand where autocast or ``dtype`` would widen it inside."""
+
+    @functools.wraps(function)
+    def wrapped(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.is_cuda and input.dtype in (torch.float16, torch.bfloat16):
+            dtype = kwargs.get("dtype") or (torch.float32 if torch.is_autocast_enabled("cuda") else input.dtype)
+            input = input.to(dtype)
+        return function(input, *args, **kwargs)
+
+    return wrapped
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not (input.is_cuda and training and 0.0 < p < 1.0) or inplace:
+        return F.dropout(input, p, training, inplace)
+    return input * torch.empty_like(input).bernoulli_(1 - p).div_(1 - p)
+
+
+_DROPOUTS = {F.dropout: _dropout, torch.dropout: _dropout}
+_SOFTMAXES = {
+    function: _softmax_of_wide_input(function)
+    for function in (
+        F.cross_entropy, F.log_softmax, F.softmax, torch.log_softmax, torch.softmax, Tensor.log_softmax, Tensor.softmax,
+    )
+}  # fmt: skip
 _LOSSES = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss}
 _NORMS = {
     F.layer_norm: _layer_norm,

@@ -164,25 +164,19 @@ def backward(
     heads = launch.Heads(q)
     q, k, v, o, do = heads.fold(q, k, v, o, do)
     lse, dl = launch.row_vectors(lse, dl)
-    n_q, n_k = q.shape[-2], k.shape[-2]
     dq = launch.new_matrix(q, q.shape[-1]) if "q" in wanted else None
     dk = launch.new_matrix(k, k.shape[-1]) if "k" in wanted else None
     dv = launch.new_matrix(v, v.shape[-1]) if "v" in wanted and do is not None else None
     delta, _ = row_scalars(heads, o, do, dl)
-    with torch.cuda.device_of(q):
-        if dk is not None or dv is not None:
-            constants = launch.constants("backward_keys", q, v, spec)
-            tiles = triton.cdiv(n_k, constants["COLS"])
-            backward_keys_kernel[heads.grid(tiles)](
-                q, k, v, lse, do, delta, dk, dv, *heads.strides(q, k, v, do, dk, dv),
-                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, RAGGED=n_q % constants["ROWS"] != 0,
-                **constants,
-            )  # fmt: skip
-        if dq is not None:
-            constants = launch.constants("backward_queries", q, v, spec)
-            tiles = triton.cdiv(n_q, constants["ROWS"])
-            backward_queries_kernel[heads.grid(tiles)](
-                q, k, v, lse, do, delta, dq, *heads.strides(q, k, v, do, dq),
-                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, **constants,
-            )  # fmt: skip
+    lengths, widths = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+    if dk is not None or dv is not None:
+        launch.run(
+            backward_keys_kernel, "backward_keys", heads, spec, lengths, widths,
+            (q, k, v, lse, do, delta, dk, dv, *heads.strides(q, k, v, do, dk, dv)),
+        )  # fmt: skip
+    if dq is not None:
+        launch.run(
+            backward_queries_kernel, "backward_queries", heads, spec, lengths, widths,
+            (q, k, v, lse, do, delta, dq, *heads.strides(q, k, v, do, dq)),
+        )  # fmt: skip
     return tuple(None if x is None else heads.unfold(x) for x in (dq, dk, dv))  # type: ignore[return-value]

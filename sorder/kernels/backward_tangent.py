@@ -237,29 +237,28 @@ def backward_tangent(
     heads = launch.Heads(q)
     q, k, v, o, do, tq, tk, tv, to, tdo = heads.fold(q, k, v, o, do, tq, tk, tv, to, tdo)
     lse, dl, tl_, tdl = launch.row_vectors(lse, dl, tl_, tdl)
-    n_q, n_k = q.shape[-2], k.shape[-2]
     delta, tdelta = row_scalars(heads, o, do, dl, to=to, tdo=tdo, tdl=tdl, second_order=True)
     moves_p = tq is not None or tk is not None
     dk = launch.new_matrix(k, k.shape[-1]) if "k" in wanted else None
     wants_v = "v" in wanted and (tdo is not None or (moves_p and do is not None))
     dv = launch.new_matrix(v, v.shape[-1]) if wants_v else None
     dq = launch.new_matrix(q, q.shape[-1]) if "q" in wanted else None
-    with torch.cuda.device_of(q):
-        if dk is not None or dv is not None:
-            constants = launch.constants("backward_tangent_keys", q, v, spec)
-            tiles = triton.cdiv(n_k, constants["COLS"])
-            backward_tangent_keys_kernel[heads.grid(tiles)](
+    lengths, widths = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+    name = "backward_tangent" if tdo is None else "backward_tangent_dual"
+    if dk is not None or dv is not None:
+        launch.run(
+            backward_tangent_keys_kernel, f"{name}_keys", heads, spec, lengths, widths,
+            (
                 q, k, v, lse, do, tq, tk, tv, tdo, tl_, delta, tdelta, dk, dv,
                 *heads.strides(q, k, v, do, tq, tk, tv, tdo, dk, dv),
-                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, RAGGED=n_q % constants["ROWS"] != 0,
-                **constants,
-            )  # fmt: skip
-        if dq is not None:
-            constants = launch.constants("backward_tangent_queries", q, v, spec)
-            tiles = triton.cdiv(n_q, constants["ROWS"])
-            backward_tangent_queries_kernel[heads.grid(tiles)](
+            ),
+        )  # fmt: skip
+    if dq is not None:
+        launch.run(
+            backward_tangent_queries_kernel, f"{name}_queries", heads, spec, lengths, widths,
+            (
                 q, k, v, lse, do, tq, tk, tv, tdo, tl_, delta, tdelta, dq,
                 *heads.strides(q, k, v, do, tq, tk, tv, tdo, dq),
-                *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, **constants,
-            )  # fmt: skip
+            ),
+        )  # fmt: skip
     return tuple(None if x is None else heads.unfold(x) for x in (dq, dk, dv))  # type: ignore[return-value]

@@ -97,14 +97,11 @@ def forward(
     """
     heads = launch.Heads(q)
     q, k, v = heads.fold(q, k, v)
-    n_q, n_k = q.shape[-2], k.shape[-2]
     o = launch.new_matrix(q, v.shape[-1])
     lse = heads.new_row_vector(q, lse_dtype(q))
-    constants = launch.constants("forward", q, v, spec)
-    tiles = triton.cdiv(n_q, constants["ROWS"])
-    with torch.cuda.device_of(q):
-        forward_kernel[heads.grid(tiles)](
-            q, k, v, o, lse, *heads.strides(q, k, v, o), *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale,
-            **constants,
-        )  # fmt: skip
+    tensors = (q, k, v, o)
+    launch.run(
+        forward_kernel, "forward", heads, spec, (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1]),
+        (*tensors, lse, *heads.strides(*tensors)),
+    )  # fmt: skip
     return heads.unfold(o), lse

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
 from sorder.kernels.spec import AttentionSpec
 
@@ -23,6 +24,16 @@ class Config(NamedTuple):
     cols: int
     warps: int
     stages: int
+
+    def smaller(self) -> Config | None:
+        """The next setting that needs less shared memory: fewer stages, then half the longer side."""
+        if self.stages > 1:
+            return self._replace(stages=self.stages - 1)
+        if max(self.rows, self.cols) == 16:
+            return None
+        if self.rows >= self.cols:
+            return self._replace(rows=self.rows // 2)
+        return self._replace(cols=self.cols // 2)
 
 
 class Heads:
@@ -81,22 +92,48 @@ def block(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def constants(kernel: str, q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> dict[str, Any]:
-    """Compile-time arguments of a kernel: widths, tile shape, causality, precision and launch settings."""
-    d, dv = q.shape[-1], v.shape[-1]
-    config = settings(kernel, max(block(d), block(dv)), q.dtype)
-    return {
-        "D": d,
-        "DV": dv,
-        "BLOCK_D": block(d),
-        "BLOCK_DV": block(dv),
-        "ROWS": config.rows,
-        "COLS": config.cols,
-        "CAUSAL": spec.causal,
-        "PRECISION": _dot_precision(q, spec),
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
+def run(
+    kernel: Any,
+    name: str,
+    heads: Heads,
+    spec: AttentionSpec,
+    lengths: tuple[int, int],
+    widths: tuple[int, int],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Launches one sweep: a program per head and tile of query rows, or of keys where ``name`` ends in "keys".
+
+    Args:
+        kernel: Triton function of (*arguments, lead1, lead2, tiles, heads, n_q, n_k, scale, constants…).
+        name: its entry in the table of launch settings.
+        lengths, widths: (Nq, Nk) and (d, dv).
+        arguments: the tensors, the query first, then their strides.
+    """
+    (n_q, n_k), (d, dv) = lengths, widths
+    q = arguments[0]
+    absent = tuple(x is None for x in arguments)
+    key = (name, widths, q.dtype, q.device, spec.precision, absent)
+    config = _fitting.get(key) or settings(name, max(block(d), block(dv)), q.dtype)
+    while True:
+        constants: dict[str, Any] = {"RAGGED": n_q % config.rows != 0} if name.endswith("keys") else {}
+        swept, tile = (n_k, config.cols) if name.endswith("keys") else (n_q, config.rows)
+        tiles = triton.cdiv(swept, tile)
+        try:
+            with torch.cuda.device_of(q):
+                kernel[heads.grid(tiles)](
+                    *arguments, *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale,
+                    D=d, DV=dv, BLOCK_D=block(d), BLOCK_DV=block(dv), ROWS=config.rows, COLS=config.cols,
+                    CAUSAL=spec.causal, PRECISION=_dot_precision(q, spec), **constants,
+                    num_warps=config.warps, num_stages=config.stages,
+                )  # fmt: skip
+        except OutOfResources:  # a GPU with less shared memory than the table was measured on
+            smaller = config.smaller()
+            if smaller is None:
+                raise
+            config = smaller
+        else:
+            _fitting[key] = config
+            return
 
 
 def _dot_precision(q: torch.Tensor, spec: AttentionSpec) -> str:
@@ -119,7 +156,7 @@ def _allowed_precisions() -> tuple[str, ...]:
 
 
 # Measured on an H200. Rows are queries, columns keys; keyed on the kernel, bytes of an element and the wider padded
-# head width.
+# head width; "dual" is with a tangent on the incoming gradient, one more resident tile.
 _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("forward", 2, 64): Config(128, 64, 4, 3),
     ("forward", 2, 128): Config(128, 64, 8, 3),
@@ -139,6 +176,9 @@ _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("backward_tangent_queries", 2, 64): Config(128, 64, 8, 3),
     ("backward_tangent_queries", 2, 128): Config(128, 64, 8, 2),
     ("backward_tangent_queries", 2, 256): Config(64, 16, 8, 2),
+    ("backward_tangent_dual_queries", 2, 64): Config(128, 64, 8, 3),
+    ("backward_tangent_dual_queries", 2, 128): Config(128, 32, 8, 2),
+    ("backward_tangent_dual_queries", 2, 256): Config(64, 16, 8, 1),
     ("forward", 4, 64): Config(64, 32, 4, 2),
     ("forward", 4, 128): Config(64, 32, 8, 2),
     ("forward", 4, 256): Config(32, 16, 8, 1),
@@ -158,6 +198,8 @@ _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("backward_tangent_queries", 4, 128): Config(32, 32, 8, 1),
     ("backward_tangent_queries", 4, 256): Config(16, 16, 8, 1),
 }
+_fitting: dict[tuple[Any, ...], Config] = {}
+"""Settings that were found to fit, by problem and device."""
 _INTERPRETER = Config(32, 16, 4, 1)  # small, so that short tests cross many tile borders
 
 
@@ -166,4 +208,6 @@ def settings(kernel: str, block_d: int, dtype: torch.dtype) -> Config:
     """Launch settings of ``kernel`` for a padded head width and dtype. Never keyed on the sequence length."""
     if INTERPRETED:
         return _INTERPRETER
-    return _SETTINGS[kernel, dtype.itemsize, max(64, block_d)]
+    width = max(64, block_d)
+    fallback = (kernel.replace("_dual", ""), dtype.itemsize, width)
+    return _SETTINGS.get((kernel, dtype.itemsize, width)) or _SETTINGS[fallback]

@@ -105,13 +105,9 @@ def tangent(
     heads = launch.Heads(q)
     q, k, v, o, tq, tk, tv = heads.fold(q, k, v, o, tq, tk, tv)
     (lse,) = launch.row_vectors(lse)
-    n_q, n_k = q.shape[-2], k.shape[-2]
     to, tl_ = launch.new_matrix(o, o.shape[-1]), torch.empty_like(lse)
-    constants = launch.constants("tangent", q, v, spec)
-    tiles = triton.cdiv(n_q, constants["ROWS"])
-    with torch.cuda.device_of(q):
-        tangent_kernel[heads.grid(tiles)](
-            q, k, v, o, lse, tq, tk, tv, to, tl_, *heads.strides(q, k, v, o, tq, tk, tv, to),
-            *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale, **constants,
-        )  # fmt: skip
+    launch.run(
+        tangent_kernel, "tangent", heads, spec, (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1]),
+        (q, k, v, o, lse, tq, tk, tv, to, tl_, *heads.strides(q, k, v, o, tq, tk, tv, to)),
+    )  # fmt: skip
     return heads.unfold(to), tl_

@@ -194,8 +194,8 @@ def backward_tangent(
             ts = spec.scale * _sum(
                 _matmul(_at(tq, *row), _at(k, *col).mT), _matmul(_at(q, *row), _transposed(_at(tk, *col)))
             )
-            tp = p * (ts - tl[..., r, None])  # type: ignore[index]
-            tds = _sum(tds, (ts - tl[..., r, None]) * centred)  # type: ignore[index]
+            tp = p * (ts - tl[..., r, None])
+            tds = _sum(tds, (ts - tl[..., r, None]) * centred)
         if tds is not None:
             tds = p * tds
         if dq is not None:

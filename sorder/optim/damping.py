@@ -20,10 +20,12 @@ def reduction_ratio(change: float, predicted: float, noise: float) -> float:
 def matching_damping(change: float, predicted: float, step_norm2: float, noise: float) -> float:
     """The λ with which the damped model would have told the loss at a step s: λ‖s‖²/2 = f(x + s) − m(s).
 
-    Zero where the model was right or too pessimistic, so zero on a quadratic.
+    Zero where the model was right or too pessimistic, so zero on a quadratic; infinite where the loss was not finite.
     """
+    if not math.isfinite(change):
+        return math.inf
     excess = change - predicted - noise
-    return 2.0 * excess / step_norm2 if step_norm2 > 0.0 and math.isfinite(excess) and excess > 0.0 else 0.0
+    return 2.0 * excess / step_norm2 if step_norm2 > 0.0 and excess > 0.0 else 0.0
 
 
 def levenberg_marquardt(damping: float, ratio: float, decrease: float, increase: float) -> float:
@@ -31,6 +33,20 @@ def levenberg_marquardt(damping: float, ratio: float, decrease: float, increase:
     if ratio > 0.75:
         return damping * decrease
     return damping * increase if ratio < 0.25 else damping
+
+
+def raised_damping(damping: float, matching: float, length: float, gradient_norm: float, step_norm: float) -> float:
+    """λ after a bad step, where that asks for more than Levenberg–Marquardt's factor.
+
+    Where damping rules, steps shrink like 1/λ, so that λ/α asks for the step that a search of length α came back to;
+    but not for more than the λ that would have told the loss there (``matching``), and for a tenth of that at least: a
+    λ far too low is raised in one go. If that is not known and λ is zero, ten times the λ that bounds steps by
+    ``step_norm``.
+    """
+    shrunk = damping / max(length, 0.1)
+    if math.isfinite(matching):
+        return min(matching, max(shrunk, 0.1 * matching))
+    return shrunk if damping > 0.0 else 10.0 * gradient_norm / step_norm
 
 
 def trust_radius(radius: float, ratio: float, step_norm: float, on_boundary: bool) -> float:

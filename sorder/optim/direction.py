@@ -22,9 +22,8 @@ class Direction:
     """A step s with what the undamped quadratic m(s) = gᵀs + ½ sᵀBs says of it.
 
     Attributes:
-        step: s. slope: gᵀs. quadratic: sᵀBs. negative: s holds a direction of negative curvature, whose
-            length the quadratic does not tell. iterations, stop, on_boundary, residual_norm: of conjugate
-            gradients.
+        step: s. slope: gᵀs. quadratic: sᵀBs. negative: s holds a direction of negative curvature, whose length the
+            quadratic does not tell. iterations, stop, on_boundary: of conjugate gradients.
     """
 
     step: list[Tensor]
@@ -34,7 +33,6 @@ class Direction:
     iterations: int
     stop: str
     on_boundary: bool
-    residual_norm: float
 
 
 def newton_direction(
@@ -50,9 +48,9 @@ def newton_direction(
 ) -> Direction:
     """Minimise m(s) + λ‖s‖²/2, within ‖s‖ ≤ ``radius`` if there is one, from ``start``.
 
-    Where a direction d of nonpositive curvature ends the iteration without a trust region, the step goes
-    along it by rᵀd/|dᵀ(B + λ)d|, r the residual: the Newton length with the curvature's sign turned around,
-    as in Dauphin et al., *Identifying and attacking the saddle point problem* (2014).
+    Where a direction d of nonpositive curvature ends the iteration without a trust region, the step goes along it by
+    rᵀd/|dᵀ(B + λ)d|, r the residual: the Newton length with the curvature's sign turned around, as in Dauphin et al.,
+    *Identifying and attacking the saddle point problem* (2014).
     """
 
     def damped(v: Vector) -> list[Tensor]:
@@ -101,7 +99,6 @@ def newton_direction(
         result.iterations,
         result.reason.value if result.rule is None else _RULES[type(result.rule)],
         on_boundary,
-        result.residual_norm,
     )
 
 
@@ -125,8 +122,7 @@ def negative_curvature_probe(
 ) -> tuple[CGResult, list[Tensor] | None]:
     """A unit direction of negative curvature from a random start, for where the gradient is zero.
 
-    Conjugate gradients on B x = z meet one, if there is one, in as many iterations as B has distinct
-    eigenvalues.
+    Conjugate gradients on B x = z meet one, if there is one, in as many iterations as B has distinct eigenvalues.
     """
     result = cg(product, normal(like, seed), max_iterations=iterations, stopping=Residual(1e-6))
     d, curvature = result.direction, result.direction_curvature

@@ -10,19 +10,18 @@ class NewtonCGStep:
     """Record of one step, in the units of the loss and the parameters; see :class:`sorder.NewtonCG`.
 
     Attributes:
-        loss: loss before the step (averaged over ranks, summed over micro-batches; its sign as the closure
-            gives it).
-        new_loss: loss of the same function after the step; equal to ``loss`` where the step was rejected.
-            Decoupled weight decay comes after it.
+        loss: loss before the step (averaged over ranks, summed over micro-batches; its sign as the closure gives it).
+        new_loss: loss of the same function after the step; equal to ``loss`` where the step was rejected. Decoupled
+            weight decay comes after it.
         gradient_norm: ‖g‖₂.
         curvature: "hessian", "ggn" or "fisher": what B was.
         cg_iterations: steps of conjugate gradients.
-        cg_stop: why they ended: "relative progress", "residual", "eisenstat-walker", "max_iterations",
-            "boundary", "negative_curvature", "zero_rhs", or "converged" where the residual vanished.
+        cg_stop: why they ended: "relative progress", "residual", "eisenstat-walker", "max_iterations", "boundary",
+            "negative_curvature", "zero_rhs", or "converged" where the residual vanished.
         products: curvature products, all told.
         evaluations: runs of the closure, the first one included.
-        reduction_ratio: ρ, the loss's change over the one that the quadratic g·s + ½ sᵀBs predicted, for the
-            full step.
+        reduction_ratio: ρ, the loss's change over the one that the quadratic g·s + ½ sᵀBs predicted, for the full
+            step.
         damping: λ used in this step. next_damping: λ that the next one will use.
         trust_radius: Δ used in this step, infinite without a trust region.
         curvature_along_step: sᵀBs / sᵀs.

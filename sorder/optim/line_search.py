@@ -27,19 +27,17 @@ def armijo(
     expansions: int = 0,
     noise: float = 0.0,
 ) -> LineSearchResult:
-    """Backtrack from length 1 until f(t) ≤ f(0) + c·t·f′(0) (Nocedal & Wright, *Numerical Optimization*, eq.
-    3.4).
+    """Backtrack from length 1 until f(t) ≤ f(0) + c·t·f′(0) (Nocedal & Wright, *Numerical Optimization*, eq. 3.4).
 
-    The next trial minimises the parabola through f(0), f′(0) and f(t), kept within [t/10, t/2] (ibid.,
-    section 3.5). A trial that is not finite has failed. ``noise`` is a difference of losses that rounding
-    explains: without it, no step would pass near a minimum (Hager & Zhang 2005).
+    The next trial minimises the parabola through f(0), f′(0) and f(t), kept within [t/10, t/2] (ibid., section 3.5).
+    A trial that is not finite has failed. ``noise`` is a difference of losses that rounding explains: without it, no
+    step would pass near a minimum (Hager & Zhang 2005).
 
     Args:
         loss_at: t ↦ f(t). loss: f(0). slope: f′(0), not positive.
         sufficient_decrease: c. max_trials: number of lengths tried. Default 10.
-        expansions: where length 1 passes at once, go on doubling it so often while the loss falls: along a
-            direction of negative curvature the quadratic has no minimiser that would name a length. Default
-            0.
+        expansions: where length 1 passes at once, go on doubling it so often while the loss falls: along a direction
+            of negative curvature the quadratic has no minimiser that would name a length. Default 0.
     """
 
     def passes(length: float, value: float) -> bool:

@@ -27,54 +27,50 @@ GLOBAL = "newton_cg"
 class NewtonCG(Optimizer):
     r"""Newton's method, its linear systems solved by conjugate gradients with exact curvature products.
 
-    A step minimises the quadratic m(s) = gᵀs + ½ sᵀ(B + λI)s by conjugate gradients (CG), which need products
-    Bv only, and moves the parameters by α·lr·s. B is the Hessian, or the generalised Gauss–Newton matrix
-    (GGN), which is positive semidefinite. After Martens, *Deep learning via Hessian-free optimization* (ICML
-    2010), with Nocedal & Wright, *Numerical Optimization*, for the rest:
+    A step minimises the quadratic m(s) = gᵀs + ½ sᵀ(B + λI)s by conjugate gradients (CG), which need products Bv
+    only, and moves the parameters by α·lr·s. B is the Hessian, or the generalised Gauss–Newton matrix (GGN), which is
+    positive semidefinite. After Martens, *Deep learning via Hessian-free optimization* (ICML 2010), with Nocedal &
+    Wright, *Numerical Optimization*, for the rest:
 
-    - **λ** follows ρ, the change of the loss over the one predicted: times ``damping_decrease`` where ρ >
-      3/4, times ``damping_increase`` where ρ < 1/4 (Levenberg–Marquardt). It starts from the problem: a trial
-      of the Cauchy step −t g, t = gᵀg/gᵀBg, shows by how much the loss exceeds m, and λ_c‖t g‖²/2 is to cover
-      that. The excess grows with the step, and a damped step is no longer than ‖g‖/λ, which leads to λ = (λ_c
-      gᵀBg/gᵀg)^½: zero on a quadratic, so that one step solves it.
-    - **α** is 1 where the loss falls enough (Armijo), and backtracks otherwise. A step that does not lower
-      the loss is
-      rejected: the parameters stay, and λ grows.
-    - **Negative curvature** (Hessian only) is followed: where CG meets a direction dᵀBd < 0, the step goes
-      down along it by the Newton length for |dᵀBd|, and on, doubling, while the loss falls. At a gradient of
-      zero a random probe looks for such a direction, so that a maximum or saddle is left.
-    - **CG** starts from the last solution times ``warm_start`` (not for the Hessian), and stops at
-      ``cg_iterations`` or earlier. A limit of few iterations regularises like damping does and suits
-      minibatches.
+    - **λ** follows ρ, the change of the loss over the one predicted: times ``damping_decrease`` where ρ > 3/4, times
+      ``damping_increase`` where ρ < 1/4 (Levenberg–Marquardt). It starts from the problem: a trial of the Cauchy step
+      −t g, t = gᵀg/gᵀBg, shows by how much the loss exceeds m, and λ_c‖t g‖²/2 is to cover that. The excess grows
+      with the step, and a damped step is no longer than ‖g‖/λ, which leads to λ = (λ_c gᵀBg/gᵀg)^½: zero on a
+      quadratic, so that one step solves it.
+    - **α** is 1 where the loss falls enough (Armijo), and backtracks otherwise. A step that does not lower the loss
+      is rejected: the parameters stay, and λ grows.
+    - **Negative curvature** (Hessian only) is followed: where CG meets a direction dᵀBd < 0, the step goes down along
+      it by the Newton length for |dᵀBd|, and on, doubling, while the loss falls. At a gradient of zero a random probe
+      looks for such a direction, so that a maximum or saddle is left.
+    - **CG** starts from the last solution times ``warm_start`` (not for the Hessian), and stops at ``cg_iterations``
+      or earlier. A limit of few iterations regularises like damping does and suits minibatches.
 
-    All of it is invariant to a scaling of the loss. Loss, gradient, products and trials of a step see one
-    function: dropout masks are replayed, batch norm's statistics move once. A step is a transaction: if a
-    closure raises (KeyboardInterrupt included), or the loss, a gradient or a product is not finite,
-    parameters, buffers, ``.grad``, state and random generators are as they were.
+    All of it is invariant to a scaling of the loss. Loss, gradient, products and trials of a step see one function:
+    dropout masks are replayed, batch norm's statistics move once. A step is a transaction: if a closure raises
+    (KeyboardInterrupt included), or the loss, a gradient or a product is not finite, parameters, buffers, ``.grad``,
+    state and random generators are as they were.
 
-    The closure returns the loss or ``(loss, outputs)``; it may call ``zero_grad`` and ``backward`` itself,
-    which then leaves the gradients of the starting point in ``.grad`` (of this optimizer's parameters only).
-    It runs several times a
-    step, and must be a function of the parameters: the same batch each time.
+    The closure returns the loss or ``(loss, outputs)``; it may call ``zero_grad`` and ``backward`` itself, which then
+    leaves the gradients of the starting point in ``.grad`` (of this optimizer's parameters only). It runs several
+    times a step, and must be a function of the parameters: the same batch each time.
 
     Args:
-        params: parameters or groups. Real floating-point; frozen ones are skipped. Options other than ``lr``
-            and ``weight_decay`` concern all parameters, and are read from the first group at every step:
-            change them there.
-        lr: factor on a group's part of the step. Default 1. Where groups differ a step costs one product
-            more.
-        curvature: "hessian", "ggn", "fisher" (a GGN with labels sampled from the model) or "auto" (default):
-            the GGN where the closure returns outputs, or where its loss is seen to be a result of torch's
-            loss functions (``cross_entropy``, ``nll_loss``, ``mse_loss``,
-            ``binary_cross_entropy_with_logits``, …), a nonnegative multiple or a sum of such; otherwise the
-            Hessian. See :class:`sorder.curvature.CurvaturePoint`. ``last_step`` says which.
+        params: parameters or groups. Real floating-point; frozen ones are skipped. Options other than ``lr`` and
+            ``weight_decay`` concern all parameters, and are read from the first group at every step: change them
+            there.
+        lr: factor on a group's part of the step. Default 1. Where groups differ a step costs one product more.
+        curvature: "hessian", "ggn", "fisher" (a GGN with labels sampled from the model) or "auto" (default): the GGN
+            where the closure returns outputs, or where its loss is seen to be a result of torch's loss functions
+            (``cross_entropy``, ``nll_loss``, ``mse_loss``, ``binary_cross_entropy_with_logits``, …), a nonnegative
+            multiple or a sum of such; otherwise the Hessian. See :class:`sorder.curvature.CurvaturePoint`.
+            ``last_step`` says which.
         damping: λ ≥ 0, in units of curvature. Default None: chosen at the first step, as above (0 for a trust
             region). The group holds the present value.
-        damping_update: "levenberg-marquardt" (default), "constant", or "trust-region": instead of λ a radius
-            ‖s‖ ≤ Δ bounds CG (Steihaug 1983), and follows ρ (Nocedal & Wright, algorithm 4.1).
+        damping_update: "levenberg-marquardt" (default), "constant", or "trust-region": instead of λ a radius ‖s‖ ≤ Δ
+            bounds CG (Steihaug 1983), and follows ρ (Nocedal & Wright, algorithm 4.1).
         damping_decrease, damping_increase: factors of λ. Default 1/2 and 3/2.
-        trust_radius: Δ, in units of the parameters; None (default): length of the first Cauchy step. The
-            group holds the present value.
+        trust_radius: Δ, in units of the parameters; None (default): length of the first Cauchy step. The group holds
+            the present value.
         max_step_norm: steps are shortened to this norm. Default None.
         line_search: "armijo" (default), or None: α = 1 or rejection. A trust region uses none.
         sufficient_decrease: share of the predicted decrease that a step must bring. Default 1e-4.
@@ -84,35 +80,32 @@ class NewtonCG(Optimizer):
             "eisenstat-walker" (the residual follows the gradient's decrease; tolerance unused).
         cg_tolerance: of the stopping rule. Default 5e-4.
         warm_start: in [0, 1]; 0 starts CG from zero. Default 0.95.
-        preconditioner: None (default), "diagonal" (a running mean of Hutchinson's estimates of B's diagonal;
-            one product a step), "squared-gradient" (a running mean of g∘g scaled to B; one product a step),
-            both used as (d + λ)^``preconditioner_power``; or a callable r ↦ M⁻¹r on lists of tensors, one for
-            each parameter, symmetric positive definite. If it has a method ``update(product, damping)``, that
-            is called before every solve with v ↦ Bv and λ.
+        preconditioner: None (default), "diagonal" (a running mean of Hutchinson's estimates of B's diagonal; one
+            product a step), "squared-gradient" (a running mean of g∘g scaled to B; one product a step), both used as
+            (|d| + λ)^``preconditioner_power``; or a callable r ↦ M⁻¹r on lists of tensors, one for each parameter,
+            symmetric positive definite. If it has a method ``update(product, damping)``, that is called before every
+            solve with v ↦ Bv and λ.
         preconditioner_decay: of the running means. Default 0.9.
         preconditioner_power: default 3/4 (Martens 2010, section 4.7).
         weight_decay: decoupled: after an accepted step p ← (1 − lr·weight_decay)p. Default 0.
         maximize: maximise the loss. Default False.
         mode: "auto" (default), "reverse-over-reverse" or "forward-over-reverse": time against memory, see
             :class:`sorder.curvature.CurvaturePoint`.
-        attention: "exact" (default) routes ``F.scaled_dot_product_attention`` through
-            :func:`sorder.attention` inside ``step``, as :func:`sorder.exact_attention` does; None leaves it,
-            and fused attention then has no curvature.
-        seed: of probes and sampled labels, which are functions of it and of the number of the step. Default
-            0.
-        process_group: data-parallel ranks take the same step, from loss, gradients and products averaged over
-            the group, each rank having its share of the batch. Default None: the group of the
-            DistributedDataParallel module that the closure calls, if it calls one; otherwise no
-            communication.
+        attention: "exact" (default) routes ``F.scaled_dot_product_attention`` through :func:`sorder.attention` inside
+            ``step``, as :func:`sorder.exact_attention` does; None leaves it, and fused attention then has no
+            curvature.
+        seed: of probes and sampled labels, which are functions of it and of the number of the step. Default 0.
+        process_group: data-parallel ranks take the same step, from loss, gradients and products averaged over the
+            group, each rank having its share of the batch. Default None: the group of the DistributedDataParallel
+            module that the closure calls, if it calls one; otherwise no communication.
 
     Attributes:
         last_step: :class:`NewtonCGStep` of the last step, or None.
 
     Raises:
         ValueError: an option is out of range; the message names it. TypeError: ``step()`` without a closure.
-        FloatingPointError: (by ``step``) the loss, a gradient or a product is not finite. Nothing has
-        changed. sorder.curvature.CurvatureError: (by ``step``) an operation lacks derivatives. Nothing has
-        changed.
+        FloatingPointError: (by ``step``) the loss, a gradient or a product is not finite. Nothing has changed.
+            sorder.curvature.CurvatureError: (by ``step``) an operation lacks derivatives. Nothing has changed.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
@@ -203,8 +196,8 @@ class NewtonCG(Optimizer):
         """Take one step.
 
         Args:
-            closure: returns the loss, or ``(loss, outputs)``; or a sequence of such closures, whose losses
-                are summed (micro-batches).
+            closure: returns the loss, or ``(loss, outputs)``; or a sequence of such closures, whose losses are summed
+                (micro-batches).
             curvature_closure: likewise, for B alone: a smaller batch makes CG cheap. Default: ``closure``.
 
         Returns:

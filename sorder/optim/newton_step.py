@@ -24,8 +24,6 @@ from sorder.optim.transaction import Transaction
 Vector = Sequence[Tensor]
 # Doublings of a step along negative curvature, whose length the quadratic does not tell.
 EXPANSIONS = 20
-# A damping far too low is raised to so much of the one that would have told the loss, in one go.
-RAISE = 0.1
 
 
 @dataclass
@@ -90,7 +88,7 @@ class NewtonStep:
         if accepted:
             self._decay_weights()
         for p, s in zip(self.params, direction.step, strict=True):
-            self._remember(p, direction=s if accepted else torch.zeros_like(s))
+            self._remember(p, direction=s if accepted else None)
         return self._record(direction, found, ratio, damping, radius, quadratic, norm)
 
     def product(self, v: Vector) -> list[Tensor]:
@@ -117,7 +115,7 @@ class NewtonStep:
                     f"the gradient of parameter {i} (shape {tuple(self.params[i].shape)}) is not finite"
                 )
         self.gradient_norm = math.sqrt(sum(n * n for n in norms))
-        self.noise = 10.0 * torch.finfo(self.point.loss.dtype).eps * abs(self.loss)
+        self.noise = self._rounding(self.loss)
 
     def _trust(self, trust: bool) -> tuple[float, float | None]:
         """Damping and radius of this step; on the first one chosen from the problem where not given."""
@@ -141,7 +139,11 @@ class NewtonStep:
         return self.gradient_norm**2 / abs(curved), curved
 
     def _initial_damping(self) -> float:
-        """λ with which the damped quadratic would have told the loss at the Cauchy step −t g."""
+        """(λ_c gᵀBg/gᵀg)^½, λ_c having told the loss at the Cauchy step −t g, t = gᵀg/gᵀBg.
+
+        The excess over the quadratic grows with the cube of a step, so that a step s needs λ = λ_c‖s‖/‖t g‖; and
+        ‖s‖ ≤ ‖g‖/λ.
+        """
         length, curved = self._cauchy()
         downhill = [-g for g in self.gradient]
         change = self.loss_at(downhill, length) - self.loss
@@ -150,11 +152,13 @@ class NewtonStep:
         predicted = -length * gg + 0.5 * length**2 * curved
         noise = self._rounding(self.loss, change, predicted)
         matching = rules.matching_damping(change, predicted, length**2 * gg, noise)
-        return math.sqrt(matching / length)
+        # A trial that is not finite says that the quadratic is to be trusted nowhere near so far.
+        return math.sqrt(matching / length) if math.isfinite(matching) else 10.0 / length
 
     def _rounding(self, *losses: float) -> float:
-        """Difference of losses that rounding explains."""
-        return 30.0 * torch.finfo(self.point.loss.dtype).eps * max(map(abs, losses))
+        """Difference of losses that rounding explains: a few tens of units in the last place, one in 16 bits."""
+        eps = torch.finfo(self.point.loss.dtype).eps
+        return min(30.0 * eps, max(eps, 1e-4)) * max(map(abs, losses))
 
     def _warm_start(self) -> list[Tensor] | None:
         """The last direction, shrunk (Martens 2010, section 4.5); parameters that are new start from zero."""
@@ -239,8 +243,7 @@ class NewtonStep:
                 noise=self.noise,
             )
         new = self.loss_at(step, 1.0)
-        # A trust region asks for a share of the reduction promised, and otherwise the loss just must not
-        # rise.
+        # A trust region asks for a share of the reduction promised; otherwise the loss just must not rise.
         bound = self.loss + self.noise + (options["sufficient_decrease"] * predicted if trust else 0.0)
         accepted = math.isfinite(new) and new <= bound
         return LineSearchResult(float(accepted), new if accepted else self.loss, new)
@@ -264,10 +267,8 @@ class NewtonStep:
                 damping, ratio, options["damping_decrease"], options["damping_increase"]
             )
             if ratio < 0.25:
-                # Where damping rules, steps shrink like 1/λ: λ/α asks for the step that the search came back
-                # to.
-                shrunk = max(damping / max(length, 0.1), RAISE * matching)
-                self.next_damping = max(self.next_damping, min(matching, shrunk))
+                raised = rules.raised_damping(damping, matching, length, self.gradient_norm, norm)
+                self.next_damping = max(self.next_damping, raised)
 
     def _decay_weights(self) -> None:
         """Decoupled weight decay, p ← (1 − lr·decay)·p (Loshchilov & Hutter 2019)."""
@@ -319,8 +320,7 @@ class NewtonStep:
         self.model.release()
         search, norm, quadratic = LineSearchResult(0.0, self.loss, self.loss), 0.0, 0.0
         if found is not None and result is not None:
-            # Nothing tells a length but the parameters' own; the search goes on from there by tenths and
-            # doubles.
+            # Nothing tells a length but the parameters' own; the search goes on from there by tenths and doubles.
             norm = 1e-2 * max(1.0, _norm(self.transaction.start))
             step = [r * norm * d for r, d in zip(self.rates, found, strict=True)]
             quadratic = (result.direction_curvature or 0.0) * norm**2
@@ -328,7 +328,7 @@ class NewtonStep:
             self.transaction.write(step, search.length)
         stop = "zero_rhs" if result is None else result.reason.value
         iterations = 0 if result is None else result.iterations
-        none = Direction([], 0.0, quadratic, True, iterations, stop, False, 0.0)
+        none = Direction([], 0.0, quadratic, True, iterations, stop, on_boundary=False)
         return self._record(none, search, 1.0, damping or 0.0, radius, quadratic, norm)
 
 

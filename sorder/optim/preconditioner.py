@@ -24,8 +24,8 @@ def hutchinson_diagonal(product: Callable[[Vector], list[Tensor]], like: Vector,
 def squared_gradient_diagonal(product: Callable[[Vector], list[Tensor]], gradient: Vector) -> list[Tensor]:
     """c·g∘g, a stand-in for the diagonal of B, with c such that gᵀ diag(c·g∘g) g = gᵀBg. One product.
 
-    g∘g has the unit of a squared loss; c restores that of a curvature, so that steps do not depend on the
-    loss's scale.
+    g∘g has the unit of a squared loss; c restores that of a curvature, so that steps do not depend on the loss's
+    scale.
     """
     squared = [g.square() for g in gradient]
     along, fourth = abs(dot(gradient, product(gradient)).item()), dot(squared, squared).item()
@@ -53,13 +53,15 @@ def normal(like: Vector, seed: int) -> list[Tensor]:
 
 
 def inverse_power(diagonal: Vector, damping: float, power: float) -> Callable[[Vector], list[Tensor]]:
-    """r ↦ r / (d + λ)^power, Martens' preconditioner (2010, section 4.7, with power 3/4).
+    """r ↦ r / (|d| + λ)^power, Martens' preconditioner (2010, section 4.7, with power 3/4).
 
-    Estimates of d may be negative or zero; entries are kept above a thousandth of the mean of |d|.
+    Estimates of d may be negative, or zero where a parameter is not used; a floor of 1e-8 of the mean keeps the
+    latter finite without damping.
     """
-    total = dot([d.abs() for d in diagonal], [torch.ones_like(d) for d in diagonal]).item()
-    floor = 1e-3 * total / max(1, sum(d.numel() for d in diagonal))
-    if floor == 0.0 and damping == 0.0:
+    size = [d.abs() for d in diagonal]
+    mean = dot(size, [torch.ones_like(d) for d in size]).item() / max(1, sum(d.numel() for d in size))
+    floor = damping + 1e-8 * mean
+    if floor == 0.0:
         return list
-    inverse = [d.clamp(min=floor).add(damping).pow(-power) for d in diagonal]
+    inverse = [d.add(floor).pow(-power) for d in size]
     return lambda r: [t * m for t, m in zip(r, inverse, strict=True)]

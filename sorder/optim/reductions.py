@@ -13,8 +13,8 @@ from torch import Tensor
 class Reduction:
     """Means over a process group; the identity where there is none.
 
-    Every rank must call the methods in the same order. The results are the same bits on every rank, so that
-    decisions taken from them agree.
+    Every rank must call the methods in the same order. The results are the same bits on every rank, so that decisions
+    taken from them agree.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

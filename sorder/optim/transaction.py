@@ -16,9 +16,9 @@ from sorder.curvature.random_state import RandomState
 class Transaction:
     """Context that, if left by an exception (a keyboard interrupt included), puts everything back.
 
-    Everything is: the values of ``params`` and their ``.grad``, the optimizer's ``state``, random generators,
-    and the buffers of the modules called by the closures of the ``points`` added. ``start`` holds the
-    parameters' values at the beginning.
+    Everything is: the values of ``params`` and their ``.grad``, the optimizer's ``state``, random generators, and the
+    buffers of the modules called by the closures of the ``points`` added. ``start`` holds the parameters' values at
+    the beginning.
     """
 
     def __init__(self, params: Sequence[Tensor], state: dict[Any, Any]) -> None:
@@ -27,7 +27,8 @@ class Transaction:
 
     def __enter__(self) -> Transaction:
         self.start = [p.detach().clone() for p in self._params]
-        self._grads = [p.grad for p in self._params]
+        # By value, too: a closure may zero them in place.
+        self._grads = [None if p.grad is None else (p.grad, p.grad.detach().clone()) for p in self._params]
         self._saved = {k: dict(v) if isinstance(v, dict) else v for k, v in self._state.items()}
         self._random = RandomState()
         self._points: list[CurvaturePoint] = []
@@ -52,8 +53,10 @@ class Transaction:
     ) -> None:
         if kind is not None:
             self.write()
-            for p, grad in zip(self._params, self._grads, strict=True):
-                p.grad = grad
+            for p, kept in zip(self._params, self._grads, strict=True):
+                p.grad = None if kept is None else kept[0]
+                if kept is not None:
+                    kept[0].detach().copy_(kept[1])
             self._state.clear()
             self._state.update(self._saved)
             for point in reversed(self._points):

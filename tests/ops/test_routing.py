@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_earlier
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from sorder.curvature.substitution import functional
+from sorder.func import checkpoint
 from sorder.ops import routing
 from sorder.ops.routing import exact_attention
 
@@ -379,6 +380,29 @@ def test_torch_checkpoint_recomputes_with_routing(operator: Operator, backward: 
     with exact_attention(False), exact_attention():
         assert close(product(True), expected)
     assert len(operator.calls) >= 2  # forward, and again in backward
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_functional_checkpoint_recomputes_with_the_routing_of_the_call(operator: Operator, module: bool) -> None:
+    mha = nn.MultiheadAttention(4, 2, batch_first=True, dtype=torch.float64)
+    value, v = tensors(2, 5, 4, count=2)
+
+    def f(x: Tensor) -> Tensor:
+        if module:
+            return mha(x, x, x, need_weights=False)[0].sin()
+        return F.scaled_dot_product_attention(x, x.sin(), x).square()
+
+    def product(f: Callable[[Tensor], Tensor]) -> Tensor:
+        x = value.clone().requires_grad_()
+        with exact_attention():
+            y = f(x).sum()
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)  # after the context has ended
+        return torch.autograd.grad((gradient * v).sum(), x)[0]
+
+    expected = product(f)
+    calls = len(operator.calls)
+    assert close(product(checkpoint(f)), expected)
+    assert len(operator.calls) >= calls + 2
 
 
 def test_a_context_holds_for_its_thread(operator: Operator) -> None:
