@@ -11,16 +11,13 @@ included). Memory is the peak above the inputs of one such pass.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 import torch.nn.functional as F
 import triton
@@ -179,22 +176,6 @@ def problems() -> list[tuple[int, int, int, bool, torch.dtype]]:
     return table
 
 
-def environment(commit: str | None) -> dict[str, str]:
-    if commit is None:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        commit = git.stdout.strip() or "unknown"
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),
-        "python": platform.python_version(),
-    }
-
-
 def plot(results: dict[str, Any], path: Path) -> None:
     """Time against length, causal bfloat16: first backward of cuDNN, second backward of ours and of materialised
     attention.
@@ -228,7 +209,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("milliseconds")
     axes[0].legend()
-    figure.suptitle(f"{results['environment']['gpu']}, torch {results['environment']['torch']}")
+    figure.suptitle(f"{results['environment']['device']}, torch {results['environment']['torch']}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -240,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rep", type=int, default=100, help="milliseconds of repetitions of each pass")
     parser.add_argument("--commit", help="commit to record where there is no git history")
     args = parser.parse_args()
-    results: dict[str, Any] = {"environment": environment(args.commit), "rows": []}
+    results: dict[str, Any] = {"environment": record.environment(torch.device("cuda"), args.commit), "rows": []}
     start = time.monotonic()
     for heads, n, d, causal, dtype in problems():
         if time.monotonic() - start > 60 * args.minutes:
@@ -249,7 +230,7 @@ def main() -> None:
         entry["ratios"] = ratios(entry["ms"])
         results["rows"].append(entry)
         print(heads, n, d, "causal" if causal else "dense", entry["dtype"], entry["ms"], entry["ratios"], flush=True)
-        args.out.write_text(json.dumps(results, indent=1))
+        record.write(args.out, results)
     plot(results, args.out.with_suffix(".png"))
 
 

@@ -79,7 +79,8 @@ def _matmul(a: Optional, b: Optional) -> Any:
 
 
 def _at(x: Optional, *index: Any) -> Any:
-    return None if x is None else x[(..., *index)]
+    position = (..., *index)
+    return None if x is None else x[position]
 
 
 def _cast(dtype: torch.dtype, *tensors: Optional) -> Any:

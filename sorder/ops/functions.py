@@ -68,18 +68,18 @@ class Attention(Function):
         ctx.save_for_forward(*qkv, *output)
 
     @staticmethod
-    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:
         if do is None and dl is None:
             return None, None, None, None
         grads = apply(AttentionBackward, *ctx.saved_tensors, do, dl, _wanted(ctx.needs_input_grad[:3]), ctx.spec)
         return *grads, None
 
     @staticmethod
-    def jvp(ctx: Any, tq: Optional, tk: Optional, tv: Optional, _: None) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, tq: Optional, tk: Optional, tv: Optional, _: None) -> Any:
         return apply(AttentionTangent, *ctx.saved_tensors, tq, tk, tv, ctx.spec)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(Attention, info, in_dims, args)
 
 
@@ -98,7 +98,7 @@ class AttentionTangent(Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:
         if do is None and dl is None:
             return (None,) * 9
         *caches, tq, tk, tv, to, tl = ctx.saved_tensors
@@ -116,7 +116,7 @@ class AttentionTangent(Function):
         return apply(AttentionTangent, *ctx.saved_tensors[:5], *tangents[5:8], ctx.spec)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(AttentionTangent, info, in_dims, args)
 
 
@@ -135,7 +135,7 @@ class AttentionBackward(Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, tq: Optional, tk: Optional, tv: Optional) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, tq: Optional, tk: Optional, tv: Optional) -> Any:
         if tq is None and tk is None and tv is None:
             return (None,) * 9
         *caches, do, dl = ctx.saved_tensors
@@ -158,7 +158,7 @@ class AttentionBackward(Function):
         return *of_primals, None, None, None if do is None else to, None if dl is None else tl, None, None
 
     @staticmethod
-    def jvp(  # type: ignore[override]
+    def jvp(
         ctx: Any, tq: Optional, tk: Optional, tv: Optional, to: Optional, tl: Optional, tdo: Optional, tdl: Optional,
         *_: None,
     ) -> Any:  # fmt: skip
@@ -170,7 +170,7 @@ class AttentionBackward(Function):
         return apply(AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(AttentionBackward, info, in_dims, args)
 
 
@@ -199,5 +199,5 @@ class AttentionBackwardTangent(Function):
         raise NotImplementedError(_THIRD_ORDER)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(AttentionBackwardTangent, info, in_dims, args)

@@ -24,7 +24,8 @@ def backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
         return None
     if max(q.shape[-3], math.prod(q.shape[:-3])) > _MAX_GRID:
         return None
-    params = torch.backends.cuda.SDPAParams(*_four_dimensional(q, k, v), None, 0.0, spec.causal, False)
+    q4, k4, v4 = _four_dimensional(q, k, v)
+    params = torch.backends.cuda.SDPAParams(q4, k4, v4, None, 0.0, spec.causal, False)  # type: ignore[call-arg]
     hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
     if hopper and d <= 128 and torch.backends.cuda.can_use_cudnn_attention(params):
         return SDPBackend.CUDNN_ATTENTION
@@ -89,4 +90,4 @@ def backward(
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, o, lse, None, None, n_q, n_k, 0.0, spec.causal, seed, seed, scale=spec.scale
         )
-    return tuple(g.reshape(*lead, *g.shape[-2:]) for g in grads)  # type: ignore[return-value]
+    return tuple(g.reshape(*lead, *g.shape[-2:]) for g in grads)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
@@ -113,9 +113,7 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
         try:
             if query.is_nested or key.is_nested or value.is_nested:
                 raise NotImplementedError("nested tensors are not supported yet.")
-            # A mode that substitutes parameters sees tensor methods, but not the autograd.Function behind attention.
-            q, k, v = (x.view_as(x) if isinstance(x, nn.Parameter) else x for x in (query, key, value))
-            return attention(q, k, v, attn_mask, is_causal=is_causal, **options)
+            return attention(query, key, value, attn_mask, is_causal=is_causal, **options)
         except (NotImplementedError, TypeError, ValueError) as error:
             if self._strict:
                 raise NotImplementedError(f"exact_attention(strict=True): {error}") from error
