@@ -25,7 +25,7 @@ def backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
     if max(q.shape[-3], math.prod(q.shape[:-3])) > _MAX_GRID:
         return None
     q4, k4, v4 = _four_dimensional(q, k, v)
-    params = torch.backends.cuda.SDPAParams(q4, k4, v4, None, 0.0, spec.causal, False)  # type: ignore[call-arg]
+    params = torch.backends.cuda.SDPAParams(q4, k4, v4, None, 0.0, spec.causal, False)
     hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
     if hopper and d <= 128 and torch.backends.cuda.can_use_cudnn_attention(params):
         return SDPBackend.CUDNN_ATTENTION
