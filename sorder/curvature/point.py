@@ -163,8 +163,7 @@ class CurvaturePoint:
         """Gradient of one closure, and its product with Jᵀ H_ℓ J."""
         root, gradient = self._evaluations[number].root, self._evaluations[number].gradient
         if gradient is None and split.separates:
-            # In two stages, the first of which frees the loss's own graph: for large vocabularies that is
-            # half of it.
+            # In two stages, the first of which frees the loss's own graph: with many classes that is half of it.
             (dz,) = torch.autograd.grad(root, split.outputs)
             gradient = list(torch.autograd.grad(split.outputs, self.params, dz, retain_graph=True, allow_unused=True))
             del dz

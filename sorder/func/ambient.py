@@ -80,16 +80,23 @@ class Ambient:
             yield
 
     @contextmanager
+    def modes(self) -> Iterator[None]:
+        """The recorded function modes, of which those that are handling the present call are off otherwise."""
+        present = _get_current_function_mode_stack()
+        with ExitStack() as stack:
+            for mode in self._modes:
+                if not any(mode is other for other in present):
+                    # Not `with mode`: only the interception is wanted, not what else entering may do.
+                    _push_mode(mode)
+                    stack.callback(_pop_mode)
+            yield
+
+    @contextmanager
     def replay(self) -> Iterator[None]:
         """Random state, autocast and function modes as recorded; on leaving, as they were on entry."""
-        present = _get_current_function_mode_stack()
-        missing = [mode for mode in self._modes if not any(mode is other for other in present)]
         with ExitStack() as stack:
             if self._random is not None:
                 stack.enter_context(self._random.replay(self._devices))
             stack.enter_context(self.autocast())
-            for mode in missing:
-                # Not `with mode`: only the interception is wanted, not what else entering may do.
-                _push_mode(mode)
-                stack.callback(_pop_mode)
+            stack.enter_context(self.modes())
             yield

@@ -127,7 +127,7 @@ class _Call:
             # Detached, so that within the call whatever a derivative tracks came by another way.
             tensors = tuple(tensor.detach() for tensor in tensors)
             watch = _Watch(self._recorded)
-            with self._ambient.autocast(), watch:
+            with self._ambient.autocast(), self._ambient.modes(), watch:
                 outputs = self._run(self._function, tensors, self._constants)
             for name, buffer in self._constants.items():
                 if buffer._version != versions[name] or id(buffer) in watch.statistics:

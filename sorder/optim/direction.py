@@ -110,8 +110,7 @@ def _follow(result: CGResult, rhs: Vector) -> tuple[list[Tensor], float]:
     scale = max(abs(result.direction_curvature), 1e-3 * max(abs(c) for c in result.record.curvatures))
     dd, rd, bd = dot(d, d).item(), dot(d, result.residual).item(), dot(d, rhs).item()
     length = rd / (scale * dd) if scale > 0.0 else 1.0
-    # From a zero start rhsᵀd > 0; from a warm one the direction may point uphill, and either sign has its
-    # curvature.
+    # From a zero start rhsᵀd > 0; from a warm one d may point uphill, and −d has the same curvature.
     length = length if bd >= 0.0 else -length
     quadratic = result.quadratic + 2.0 * length * (bd - rd) + length**2 * result.direction_curvature * dd
     return [x + length * p for x, p in zip(result.x, d, strict=True)], quadratic

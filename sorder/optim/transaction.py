@@ -41,8 +41,7 @@ class Transaction:
 
     def write(self, step: Sequence[Tensor] | None = None, length: float = 1.0) -> None:
         """Set the parameters to their values at the start, plus ``length``·``step``."""
-        # Preserving the version counter keeps a retained graph valid for when the parameters are back at the
-        # start.
+        # The version counter stays, so that a retained graph is valid when the parameters are back at the start.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._params)):
             for i, (p, start) in enumerate(zip(self._params, self.start, strict=True)):
                 # The sum is formed in the wider dtype and rounded once.

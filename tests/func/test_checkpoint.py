@@ -263,6 +263,22 @@ def test_function_modes_are_replayed() -> None:
     assert relative_error(torch.autograd.grad(out.sum(), x), 2 * x.cos()) < BOUND
 
 
+def test_function_modes_serve_every_run_under_transforms() -> None:
+    """A Function's apply is itself a call that modes handle, within which they are off."""
+
+    class Cube(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] ** 3 if func is torch.tanh else func(*args, **(kwargs or {}))
+
+    x, v = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+
+    def product(function: Callable[[Tensor], Tensor]) -> Tensor:
+        with Cube():
+            return torch.func.jvp(torch.func.grad(lambda x: function(x).sum()), (x,), (v,))[1]
+
+    assert relative_error(product(checkpoint(lambda x: torch.tanh(x))), 6 * x * v) < BOUND
+
+
 def test_a_derivative_that_would_be_lost_raises() -> None:
     h = torch.randn(2, 3)
     hidden = torch.randn(3, 3, requires_grad=True)

@@ -166,3 +166,17 @@ def test_low_precision_parameters(dtype: torch.dtype) -> None:
         optimizer.step(lambda: quartic(x.float()))
     assert x.dtype is dtype and x.abs().max() < 1e-2
     assert optimizer.state[x]["direction"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("line_search", ["armijo", None])
+def test_a_barrier_is_kept_and_the_minimum_behind_it_found(line_search: str | None) -> None:
+    """The logarithm is NaN beyond 1: trials fail, and λ rises, from zero too."""
+
+    def barrier(x: Tensor) -> Tensor:
+        return (-x - 1e-3 * torch.log(1 - x) + 0.05 * x**2).sum()
+
+    x, optimizer = minimise(barrier, [0.0, 0.5], 60, damping=0.0, line_search=line_search)
+    assert (x < 1.0).all()
+    gradient = -1 + 1e-3 / (1 - x) + 0.1 * x
+    assert gradient.abs().max() < 1e-6
+    assert optimizer.last_step.damping > 0.0

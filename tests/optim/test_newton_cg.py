@@ -1,11 +1,9 @@
-"""Newton-CG as an optimizer of models: groups, state, closures, counts, learning."""
+"""Newton-CG as an optimizer of models: groups, closures, counts, learning."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -16,28 +14,7 @@ from torch import Tensor, nn
 
 import sorder.func
 from sorder.optim import NewtonCG
-from sorder.optim.preconditioner import hutchinson_diagonal
-
-
-def model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-
-
-def data(seed: int = 1, rows: int = 12) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, 4, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 3, (rows,), generator=generator)
-
-
-def closure_of(net: nn.Module, seed: int = 1) -> Callable[[], Tensor]:
-    x, y = data(seed)
-    return lambda: F.cross_entropy(net(x), y)
-
-
-def values(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
-
+from tests.optim.problem import closure_of, data, model, values
 
 # ---------------------------------------------------------------------- groups and options
 
@@ -194,80 +171,6 @@ def test_a_closure_is_needed() -> None:
     frozen = NewtonCG([torch.ones(2)])
     with pytest.raises(ValueError, match="requires a gradient"):
         frozen.step(lambda: torch.ones(()))
-
-
-# ---------------------------------------------------------------------- state
-
-CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "diagonal": {"preconditioner": "diagonal"},
-    "squared gradient": {"preconditioner": "squared-gradient"},
-    "trust region": {"damping_update": "trust-region"},
-    "fisher": {"curvature": "fisher"},
-    "eisenstat-walker": {"cg_stop": "eisenstat-walker", "curvature": "hessian"},
-}
-
-
-@pytest.mark.parametrize("name", list(CONFIGURATIONS))
-def test_a_run_resumes_bit_identically(name: str) -> None:
-    options = CONFIGURATIONS[name]
-    net = model()
-    optimizer = NewtonCG(net.parameters(), seed=5, **options)
-    for i in range(3):
-        optimizer.step(closure_of(net, i))
-    file = io.BytesIO()
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    for i in range(3, 6):
-        optimizer.step(closure_of(net, i))
-
-    resumed = model(seed=9)
-    other = NewtonCG(resumed.parameters(), lr=0.1, damping=7.0, cg_iterations=2, seed=1, curvature="hessian")
-    other.step(closure_of(resumed))
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    resumed.load_state_dict(saved["model"])
-    other.load_state_dict(saved["optimizer"])
-    for i in range(3, 6):
-        other.step(closure_of(resumed, i))
-    assert torch.equal(values(resumed), values(net))
-    assert other.last_step == optimizer.last_step
-
-
-def test_a_state_dict_is_a_snapshot() -> None:
-    net = model()
-    optimizer = NewtonCG(net.parameters(), preconditioner="diagonal")
-    optimizer.step(closure_of(net))
-    saved = optimizer.state_dict()
-    before = copy.deepcopy(saved)
-    optimizer.step(closure_of(net))
-    assert str(saved) == str(before)
-
-
-def test_state_of_bfloat16_parameters_survives_in_float32() -> None:
-    p = torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
-    optimizer = NewtonCG([p])
-    optimizer.step(lambda: p.float().pow(4).sum())
-    q = p.detach().clone().requires_grad_()
-    other = NewtonCG([q])
-    other.load_state_dict(optimizer.state_dict())
-    assert other.state[q]["direction"].dtype is torch.float32
-    assert torch.equal(other.state[q]["direction"], optimizer.state[p]["direction"])
-
-
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
-def test_copies_continue_alike(clone: Callable[[Any], Any]) -> None:
-    net = model()
-    optimizer = NewtonCG(net.parameters(), preconditioner=scale_by_two)
-    optimizer.step(closure_of(net))
-    both = clone((net, optimizer))
-    for n, o in ((net, optimizer), both):
-        o.step(closure_of(n, 2))
-    assert torch.equal(values(both[0]), values(net))
-    assert both[1].last_step == optimizer.last_step and both[0] is not net
-
-
-def scale_by_two(r: list[Tensor]) -> list[Tensor]:
-    return [2.0 * t for t in r]
 
 
 # ---------------------------------------------------------------------- closures
@@ -430,70 +333,3 @@ def test_memory_is_flat_without_the_garbage_collector(curvature: str) -> None:
         assert live() == early
     finally:
         gc.enable()
-
-
-# ---------------------------------------------------------------------- preconditioners
-
-
-def test_hutchinson_estimates_the_diagonal_not_the_row_sums() -> None:
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(6, 6, dtype=torch.float64, generator=generator)
-    a = a @ a.T
-    like = [torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)]
-
-    def product(v: Any) -> list[Tensor]:
-        flat = a @ torch.cat([t.flatten() for t in v])
-        return [flat[:4].view(2, 2), flat[4:]]
-
-    draws = torch.stack(
-        [torch.cat([t.flatten() for t in hutchinson_diagonal(product, like, seed)]) for seed in range(2000)]
-    )
-    standard = draws.std(0) / len(draws) ** 0.5
-    assert ((draws.mean(0) - a.diagonal()).abs() < 4 * standard).all()
-    assert ((draws.mean(0) - a.sum(1)).abs() > 10 * standard).any()
-    exact = hutchinson_diagonal(lambda v: [3 * t for t in v], like, 0)
-    assert all(torch.equal(d, torch.full_like(d, 3.0)) for d in exact)
-
-
-def test_a_diagonal_preconditioner_shortens_cg_on_a_badly_scaled_problem() -> None:
-    scales = torch.logspace(0, 6, 30, dtype=torch.float64)
-
-    def run(preconditioner: Any) -> int:
-        p = torch.ones(30, dtype=torch.float64, requires_grad=True)
-        optimizer = NewtonCG(
-            [p],
-            preconditioner=preconditioner,
-            preconditioner_power=1.0,
-            cg_iterations=200,
-            cg_stop="residual",
-            cg_tolerance=1e-8,
-        )
-        optimizer.step(lambda: (scales * p**2).sum())
-        return optimizer.last_step.cg_iterations
-
-    assert run("diagonal") <= 2 < run(None)
-    assert run(lambda r: [t / scales for t in r]) <= 2
-
-
-def test_a_preconditioner_may_be_updated_with_every_step() -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.dampings: list[float] = []
-
-        def update(self, product: Callable[[list[Tensor]], list[Tensor]], damping: float) -> None:
-            self.dampings.append(damping)
-
-        def __call__(self, r: list[Tensor]) -> list[Tensor]:
-            return list(r)
-
-    net, recorder = model(), Recorder()
-    optimizer = NewtonCG(net.parameters(), preconditioner=recorder)
-    used = []
-    for _ in range(3):
-        optimizer.step(closure_of(net))
-        used.append(optimizer.last_step.damping)
-    assert recorder.dampings == used
-    twin = NewtonCG(model().parameters())
-    twin.load_state_dict(optimizer.state_dict())
-    with pytest.raises(RuntimeError, match="pass it again"):
-        twin.step(lambda: sum(p.square().sum() for p in twin.param_groups[0]["params"]))
