@@ -31,8 +31,20 @@ _FORWARD_OVER_FORWARD = (
 )
 
 
-def _wanted(needs: tuple[bool, ...]) -> str:
-    return "".join(name for name, need in zip("qkv", needs, strict=False) if need)
+def _wanted(ctx: Any) -> str:
+    """The letters of q, k, v whose gradient the running backward pass uses: fewer than those that require one.
+
+    A Gauss–Newton product by double backward, say, asks B for the gradient of dO alone, which J gives without T.
+    """
+    nodes = (node for node, _ in ctx.next_functions)
+    return "".join(c for c, need, node in zip("qkv", ctx.needs_input_grad, nodes, strict=False) if need and _runs(node))
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+        return True
 
 
 def apply(function: type[Function], *args: Any) -> Any:
@@ -71,7 +83,7 @@ class Attention(Function):
     def backward(ctx: Any, do: Optional, dl: Optional) -> Any:
         if do is None and dl is None:
             return None, None, None, None
-        grads = apply(AttentionBackward, *ctx.saved_tensors, do, dl, _wanted(ctx.needs_input_grad[:3]), ctx.spec)
+        grads = apply(AttentionBackward, *ctx.saved_tensors, do, dl, _wanted(ctx), ctx.spec)
         return *grads, None
 
     @staticmethod
@@ -102,10 +114,10 @@ class AttentionTangent(Function):
         if do is None and dl is None:
             return (None,) * 9
         *caches, tq, tk, tv, to, tl = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        of_tangents = apply(AttentionBackward, *caches, do, dl, _wanted(needs[5:8]), ctx.spec)
+        tangents_wanted = "".join(c for c, need in zip("qkv", ctx.needs_input_grad[5:8], strict=True) if need)
+        of_tangents = apply(AttentionBackward, *caches, do, dl, tangents_wanted, ctx.spec)
         of_primals = apply(
-            AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(needs[:3]), ctx.spec
+            AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(ctx), ctx.spec
         )
         return *of_primals, None, None, *of_tangents, None
 
@@ -152,7 +164,7 @@ class AttentionBackward(Function):
             tl,
             None,
             None,
-            _wanted(ctx.needs_input_grad[:3]),
+            _wanted(ctx),
             ctx.spec,
         )
         return *of_primals, None, None, None if do is None else to, None if dl is None else tl, None, None

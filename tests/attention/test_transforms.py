@@ -210,6 +210,32 @@ def test_absent_tangents_reach_the_maps_as_none(monkeypatch: pytest.MonkeyPatch)
     assert seen[2] == ("backward_tangent", [True, False, True, False, False, True, True, False, False], "q")
 
 
+def _watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """(map, wanted) of every map that runs from now on."""
+    calls: list[tuple[str, Any]] = []
+    for name in ("forward", "tangent", "backward", "backward_tangent"):
+        original = getattr(twin, name)
+        monkeypatch.setattr(twin, name, lambda *a, f=original, n=name: (calls.append((n, a[-2])), f(*a))[1])
+    return calls
+
+
+def test_only_gradients_that_a_pass_uses_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, k and v all require gradients and have graphs; the passes ask for less."""
+    (q, k, v), _ = problem("cpu", torch.float64)
+    q, k, v = (a.requires_grad_().clone() for a in (q, k, v))
+    do = torch.randn(2, 2, 20, 8, dtype=torch.float64, requires_grad=True)
+    out = sorder.attention(q, k, v)
+    calls = _watched(monkeypatch)
+    torch.autograd.grad(out, q, do, retain_graph=True)
+    assert calls == [("backward", "q")]
+    first = torch.autograd.grad(out, (q, k, v), do, create_graph=True)
+    calls.clear()
+    (jvp_by_double_backward,) = torch.autograd.grad(first, do, (q, k, v))
+    assert [name for name, _ in calls] == ["tangent"]  # no T
+    want = jvp(lambda *x: oracle.dense(*x)[0], (q, k, v), (q, k, v))[1]
+    assert oracle.relative_error(jvp_by_double_backward, want) <= 1e-13
+
+
 def test_forward_over_reverse_sweeps_no_second_time_for_row_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("forward", "tangent", "backward", "backward_tangent"):
