@@ -13,6 +13,7 @@ from triton.runtime.errors import OutOfResources
 from sorder.kernels.spec import AttentionSpec
 
 _MAX_GRID_X = 2**31 - 1
+_MAX_ROW_STRIDE = 2**23
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether the kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` when Triton was imported), on CPU tensors."""
 
@@ -57,7 +58,8 @@ class Heads:
     def _fold(self, x: torch.Tensor) -> torch.Tensor:
         if len(self.lead) > 3:
             x = x.reshape(*self.folded, *x.shape[-2:])
-        return x if x.stride(-1) == 1 else x.contiguous()
+        addressable = x.stride(-2) <= _MAX_ROW_STRIDE  # offsets within a tile are 32-bit
+        return x if x.stride(-1) == 1 and addressable else x.contiguous()
 
     def unfold(self, x: torch.Tensor) -> torch.Tensor:
         """Undoes :meth:`fold` on an output."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def _exact_products(function: Callable[..., Any]) -> Callable[..., Any]:
         matmul = torch.backends.cuda.matmul
         before = matmul.fp32_precision
         changes = q.is_cuda and before != spec.precision
-        with torch.autocast(q.device.type, enabled=False):
+        device = q.device.type
+        with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
             if changes:
                 matmul.fp32_precision = spec.precision
             try:

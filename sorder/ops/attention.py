@@ -25,6 +25,7 @@ def attention(
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     *, return_lse: Literal[True], precision: Precision | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@torch._disable_dynamo  # a compiled model runs attention eagerly, between its graphs
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
@@ -89,6 +90,8 @@ def attention(
     _check(query, key, value)
     lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     query, key, value = (x if x.shape[:-2] == lead else x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    if isinstance(scale, torch.Tensor):
+        raise TypeError("scale must be a number or None, got a tensor, whose gradient would be lost; scale the query")
     spec = AttentionSpec(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         causal=bool(is_causal),
@@ -106,7 +109,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

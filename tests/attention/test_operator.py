@@ -108,6 +108,7 @@ REFUSED = [
     ((Q, Q, Q), {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, NotImplementedError, r"attn_mask of shape \(5, 5\)"),
     ((Q, Q, Q), {"dropout_p": 0.1}, NotImplementedError, r"dropout_p=0\.1"),
     ((Q, Q, Q), {"enable_gqa": True}, NotImplementedError, "enable_gqa"),
+    ((Q, Q, Q), {"scale": torch.tensor(1.0)}, TypeError, "scale must be a number"),
     ((Q, Q, Q), {"precision": "high"}, ValueError, "precision must be .* got 'high'"),
     ((Q, Q.double(), Q), {}, TypeError, "float64"),
     ((Q.long(), Q.long(), Q.long()), {}, TypeError, "int64"),
@@ -126,6 +127,35 @@ REFUSED = [
 def test_refusals_name_the_argument(tensors, options, error, message) -> None:
     with pytest.raises(error, match=message):
         sorder.attention(*tensors, **options)
+
+
+def test_meta_tensors() -> None:
+    q = torch.empty(2, 5, 4, device="meta", requires_grad=True)
+    out = sorder.attention(q, q, q, is_causal=True)
+    assert torch.autograd.grad(out.sum(), q)[0].shape == (2, 5, 4)
+
+
+def test_compiled_modules() -> None:
+    """First order through any backend; second order where the backend keeps autograd's graph (others refuse, loudly)."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = torch.nn.Linear(8, 24, dtype=torch.float64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sorder.attention(*self.qkv(x).chunk(3, -1), is_causal=True)
+
+    layer = Layer()
+    weight = layer.qkv.weight
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    (want,) = torch.autograd.grad(layer(x).sin().sum(), weight, create_graph=True)
+    (want_product,) = torch.autograd.grad(want.sum(), weight)
+    (got,) = torch.autograd.grad(torch.compile(layer, backend="aot_eager")(x).sin().sum(), weight)
+    assert oracle.relative_error(got, want) <= 1e-13
+    (got,) = torch.autograd.grad(torch.compile(layer, backend="eager")(x).sin().sum(), weight, create_graph=True)
+    assert oracle.relative_error(got, want) <= 1e-13
+    assert oracle.relative_error(torch.autograd.grad(got.sum(), weight)[0], want_product) <= 1e-13
 
 
 def test_precision_follows_pytorch() -> None:
