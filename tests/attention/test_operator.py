@@ -136,7 +136,7 @@ def test_meta_tensors() -> None:
 
 
 def test_compiled_modules() -> None:
-    """First order through any backend; second order where the backend keeps autograd's graph (others refuse, loudly)."""
+    """First order through any backend; second order where the backend keeps autograd's graph (others refuse)."""
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
