@@ -43,9 +43,8 @@ def _accumulate(
     if MASKED:
         s = tl.where(visible(row0, col0, n_k, ROWS, COLS, CAUSAL), s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet
-    p = tl.exp(s - shift[:, None]) if EXACT else tl.exp2(s - shift[:, None])
-    alpha = tl.exp(m - shift) if EXACT else tl.exp2(m - shift)
+    p = tl.exp(s - m_new[:, None]) if EXACT else tl.exp2(s - m_new[:, None])
+    alpha = tl.exp(m - m_new) if EXACT else tl.exp2(m - m_new)
     acc = dot(as_operand(p, v.dtype, PRECISION), v, acc * alpha[:, None], PRECISION)
     return acc, m_new, l * alpha + tl.sum(p, 1)
 
@@ -79,7 +78,7 @@ def forward_kernel(
             q, K, V, row0, col0, k_strides[3], v_strides[3], n_k, scale, acc, m, l,
             D, DV, BLOCK_D, BLOCK_DV, ROWS, COLS, CAUSAL, True, PRECISION,
         )  # fmt: skip
-    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    acc = acc / l[:, None]  # l > 0: every row sees the first key
     store_tile(O, acc, row0, o_strides[3], n_q, DV, ROWS, BLOCK_DV)
     rows = row0 + tl.arange(0, ROWS)
     if q.dtype == tl.float32:

@@ -81,7 +81,11 @@ class Heads:
 
 def new_matrix(like: torch.Tensor, width: int) -> torch.Tensor:
     """Uninitialised output with the rows of ``like``; keeps its memory layout where the width agrees."""
-    return torch.empty_like(like) if like.shape[-1] == width else like.new_empty((*like.shape[:-1], width))
+    if like.shape[-1] == width:
+        y = torch.empty_like(like)
+        if y.stride(-1) == 1:  # it need not be where rows of ``like`` overlap
+            return y
+    return like.new_empty((*like.shape[:-1], width))
 
 
 def row_vectors(*vectors: torch.Tensor | None) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """Four autograd Functions that call one another: attention closed under differentiation to second order.
 
     F --jvp--> J      F --backward--> B      B --jvp--> T      B --backward--> J, T      J --backward--> B, T
+    T is linear in its tangents: with respect to them its jvp and backward are T and J again.
 
 B's rules treat O and L as caches of (Q, K, V): the total derivative is in T, so no gradient flows to them. Absent
 tangents and cotangents stay ``None`` all the way down, and their products are skipped. Every kernel launch inside a
@@ -54,14 +55,7 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 def _mapped(function: type[Function], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """vmap rule: the mapped axis becomes one more leading dimension; what is not mapped is expanded without a copy."""
-
-    def move(x: Any, dim: int | None) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-    out = apply(function, *(move(x, dim) for x, dim in zip(args, in_dims, strict=True)))
+    out = apply(function, *maps.moved_to_front(info.batch_size, in_dims, args))
     return out, tuple(None if x is None else 0 for x in out)
 
 
@@ -170,16 +164,8 @@ class AttentionBackward(Function):
         return *of_primals, None, None, None if do is None else to, None if dl is None else tl, None, None
 
     @staticmethod
-    def jvp(
-        ctx: Any, tq: Optional, tk: Optional, tv: Optional, to: Optional, tl: Optional, tdo: Optional, tdl: Optional,
-        *_: None,
-    ) -> Any:  # fmt: skip
-        *caches, do, dl = ctx.saved_tensors
-        if tq is None and tk is None and tv is None:  # B is linear in (dO, dL)
-            return apply(AttentionBackward, *caches, tdo, tdl, ctx.wanted, ctx.spec)
-        if to is None or tl is None:  # the caches' tangents did not come along
-            to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
-        return apply(AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _tangent_of_backward(ctx, *tangents[:7])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -189,7 +175,8 @@ class AttentionBackward(Function):
 class AttentionBackwardTangent(Function):
     """T: (q, k, v, o, lse, do, dl, q̇, k̇, v̇, ȯ, l̇, dȯ, dl̇, wanted, spec) → (dq̇, dk̇, dv̇).
 
-    Its own derivative is third order.
+    T is linear in its tangents, and symmetric, so that the derivative of a product Hv with respect to v is T again.
+    What a derivative with respect to the first seven would be is third order.
     """
 
     @staticmethod
@@ -198,18 +185,49 @@ class AttentionBackwardTangent(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.wanted, ctx.spec = inputs
         ctx.set_materialize_grads(False)
+        ctx.present = [i for i, x in enumerate(tensors) if x is not None]
+        ctx.save_for_backward(*tensors[:7])
+        ctx.save_for_forward(*tensors[:7])
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        if all(c is None for c in cotangents):
-            return (None,) * 16
-        raise NotImplementedError(_THIRD_ORDER)
+    def backward(ctx: Any, tq: Optional, tk: Optional, tv: Optional) -> Any:
+        gradients: list[Optional] = [None] * 16
+        if tq is None and tk is None and tv is None:
+            return tuple(gradients)
+        nodes = zip(ctx.present, ctx.next_functions, strict=True)
+        needed = {i for i, (node, _) in nodes if ctx.needs_input_grad[i] and _runs(node)}
+        if any(i < 7 for i in needed):
+            raise NotImplementedError(_THIRD_ORDER)
+        *caches, do, dl = ctx.saved_tensors
+        to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
+        wanted = "".join(c for c, i in zip("qkv", (7, 8, 9), strict=True) if i in needed)
+        gradients[7:10] = apply(
+            AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, None, None, wanted, ctx.spec
+        )
+        gradients[12] = to if 12 in needed else None
+        gradients[13] = tl if 13 in needed else None
+        return tuple(gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_THIRD_ORDER)
+        if any(t is not None for t in tangents[:7]):
+            raise NotImplementedError(_THIRD_ORDER)
+        return _tangent_of_backward(ctx, *tangents[7:14])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(AttentionBackwardTangent, info, in_dims, args)
+
+
+def _tangent_of_backward(
+    ctx: Any, tq: Optional, tk: Optional, tv: Optional, to: Optional, tl: Optional, tdo: Optional, tdl: Optional
+) -> Any:
+    """B's tangent at the saved (q, k, v, o, lse, do, dl)."""
+    *caches, do, dl = ctx.saved_tensors
+    if tq is None and tk is None and tv is None:  # B is linear in (dO, dL)
+        return apply(AttentionBackward, *caches, tdo, tdl, ctx.wanted, ctx.spec)
+    if to is None or tl is None:  # the caches' tangents did not come along
+        to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
+    return apply(AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)

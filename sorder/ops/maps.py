@@ -115,6 +115,32 @@ for _signature, _implementation in {
     _library.impl(_signature.split("(")[0], _implementation, "CompositeExplicitAutograd")
 
 
+def moved_to_front(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
+    """vmap's mapped axis as one more leading dimension; what is not mapped is expanded without a copy."""
+
+    def move(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    return [move(x, dim) for x, dim in zip(args, in_dims, strict=True)]
+
+
+def _vmap_rule(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """For graphs of the operators themselves, such as ``torch.func.linearize`` makes."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        outputs = operator(*moved_to_front(info.batch_size, in_dims, args))
+        return outputs, type(outputs)([0] * len(outputs))
+
+    return rule
+
+
+for _name in ("forward", "tangent", "backward", "backward_tangent"):
+    _operator = getattr(torch.ops.sorder, f"attention_{_name}")
+    torch.library.register_vmap(f"sorder::attention_{_name}", _vmap_rule(_operator), lib=_library)
+
+
 def _spread(outputs: list[torch.Tensor], present: str) -> tuple[Optional, Optional, Optional]:
     """(q, k, v) with ``None`` for the letters that are not present."""
     remaining = iter(outputs)

@@ -103,6 +103,26 @@ def test_kernels_compute_only_what_is_wanted() -> None:
     _wanted_subsets(KERNELS, torch.float32, "cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted")
+def test_strange_memory_in_the_interpreter() -> None:
+    """Rows that overlap, rows 2²⁴ elements apart, and scores that overflow: as the twin has it."""
+    spec = AttentionSpec(0.25, False)
+    k, v = torch.randn(1, 8, 16), torch.randn(1, 8, 16)
+    overlapping = torch.randn(40).unfold(0, 16, 1)[:5][None]
+    apart = torch.empty_strided((1, 3, 16), (16, 2**24, 1)).copy_(torch.randn(1, 3, 16))
+    overflowing = torch.full((1, 3, 16), -3e38)
+    for q in (overlapping, apart, overflowing):
+        got, want = KERNELS.forward(q, k.abs(), v, spec), twin.forward(q, k.abs(), v, spec)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+        caches = (q, k.abs(), v, *want)
+        for wanted in ("q", "k"):
+            got, want_d = (m.backward(*caches, want[0], None, wanted, spec) for m in (KERNELS, twin))
+            for a, b in zip(got, want_d, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 def test_log_sum_exp_is_wide_where_rounding_it_would_cost_accuracy() -> None:
     """Scores of a few hundred: an L rounded to float32 would scale whole rows of P by 1 ± 1e-5."""
     p = make(Case(64, 64, 16, 16, False), torch.float32, "cpu")

@@ -246,6 +246,34 @@ def test_forward_over_reverse_sweeps_no_second_time_for_row_scalars(monkeypatch:
     assert sorted(calls) == ["backward", "backward_tangent", "forward", "tangent"]
 
 
+def test_products_are_differentiable_in_their_vector() -> None:
+    """As torch.autograd.functional.hvp needs: it differentiates a double backward with respect to the vector."""
+    x, t = problem("cpu", torch.float64)
+    for got, want in zip(
+        torch.autograd.functional.hvp(loss_of(operator), x, t)[1],
+        torch.autograd.functional.hvp(loss_of(dense), x, t)[1],
+        strict=True,
+    ):
+        assert oracle.relative_error(got, want) <= 1e-13
+    for product in (forward_over_reverse, reverse_over_reverse):
+        got, want = (
+            jvp(lambda *t, f=f, product=product: product(loss_of(f), x, t), t, x)[1] for f in (operator, dense)
+        )
+        pulled, pulled_want = (
+            vjp(lambda *t, f=f, product=product: product(loss_of(f), x, t), *t)[1](x) for f in (operator, dense)
+        )
+        for a, b in zip((*got, *pulled), (*want, *pulled_want), strict=True):
+            assert oracle.relative_error(a, b) <= 1e-13
+
+
+def test_vmap_of_a_linearized_gradient() -> None:
+    x, t = problem("cpu", torch.float64)
+    batch = tuple(torch.stack([a, 2 * a]) for a in t)
+    got, want = (vmap(linearize(grad(loss_of(f), argnums=(0, 1, 2)), *x)[1])(*batch) for f in (operator, dense))
+    for a, b in zip(got, want, strict=True):
+        assert oracle.relative_error(a, b) <= 1e-13
+
+
 @pytest.mark.parametrize(
     "third",
     [
