@@ -3,7 +3,18 @@
 from sorder import curvature, func, linalg
 from sorder.ops.attention import attention
 from sorder.ops.routing import exact_attention
-from sorder.optim import NewtonCG
+from sorder.optim import AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
 
 __version__ = "0.1.0"
-__all__ = ["NewtonCG", "attention", "curvature", "exact_attention", "func", "linalg"]
+__all__ = [
+    "AdaHessian",
+    "NewtonCG",
+    "SophiaG",
+    "SophiaH",
+    "attention",
+    "curvature",
+    "exact_attention",
+    "func",
+    "gnb_loss",
+    "linalg",
+]

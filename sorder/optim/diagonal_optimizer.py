@@ -1,0 +1,323 @@
+"""What optimizers share that divide by a running estimate of the curvature's diagonal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sorder.curvature import CurvaturePoint, diagonal
+from sorder.linalg.pytree import wide_dtype
+from sorder.optim.newton_cg import _attention as attention_context
+from sorder.optim.reductions import Reduction
+from sorder.optim.transaction import Transaction
+
+Estimator = Callable[[diagonal.Product, Sequence[Tensor], torch.Generator], Sequence[Tensor]]
+ESTIMATORS = ("hutchinson", "bekas", "exact")
+# Key of the optimizer's own state, beside the parameters', in the state dict.
+GLOBAL = "diagonal_optimizer"
+
+
+class DiagonalOptimizer(Optimizer):
+    """Base: when an estimate is due, where it and the gradient come from, and that a failure leaves no trace.
+
+    A subclass sets ``KIND``, the curvature of its estimates (None where they come from gradients alone), and writes
+    ``_estimate(point, params, number, reduction)`` and ``_apply(group, params, gradients, estimates)``; the latter
+    changes parameters and state in place, ``estimates`` being None between updates. ``CURVATURE`` is the name of the
+    running estimate in a parameter's state.
+    """
+
+    KIND: str | None = "hessian"
+    CURVATURE = "hessian"
+
+    def __init__(self, params: Any, defaults: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
+        self._check_options(defaults)
+        self._pending: list[tuple[Tensor, Tensor]] | None = None
+        self._updated = False
+        self._process_group = process_group
+        super().__init__(params, defaults)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_common(options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step is an update step."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_options(group)
+            for i, p in enumerate(group["params"]):
+                if not p.is_floating_point():
+                    raise ValueError(f"parameters must be real floating-point, but number {i} is {p.dtype}")
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @property
+    def curvature_due(self) -> bool:
+        """Whether the next step updates the curvature: steps 1, 1 + interval, …, and after parameters joined."""
+        if self._number % self.param_groups[0]["update_interval"] == 0:
+            return True
+        for p in self._params:
+            state = self.state.get(p, {})
+            # One that had no gradient at the last update is not missed as long as it has none.
+            if self.CURVATURE not in state and not (state.get("idle") and p.grad is None):
+                return True
+        return False
+
+    @torch.no_grad()
+    def update_curvature(self, closure: Any) -> None:
+        """Estimate the curvature's diagonal, for the next step, whether or not an update is due by then.
+
+        For loops that call ``backward`` themselves: gradient clipping, accumulation, ``GradScaler`` (the closure
+        gives the *unscaled* loss). Parameters, ``.grad``, buffers and random generators stay as they are, and a step
+        that is then skipped has changed nothing: the estimate enters the running mean with the step.
+
+        Args:
+            closure: what the class asks for, on the whole batch or on a part of it; or a sequence, summed.
+        """
+        params = self._params
+        if not params:
+            raise ValueError("no parameter of the optimizer requires a gradient")
+        with attention_context(self.param_groups[0]["attention"]), Transaction(params, self.state) as transaction:
+            self._pending = self._measure(closure, params, transaction)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, *, curvature_closure: Any = None) -> Any:
+        """Take one step.
+
+        Args:
+            closure: returns the loss or ``(loss, outputs)``, and may call ``zero_grad`` and ``backward`` itself; or a
+                sequence of such closures, whose losses are summed (micro-batches). If it calls ``backward``, the step
+                uses ``.grad``; otherwise it uses the loss's gradient, and leaves ``.grad`` alone. Default None: the
+                step uses ``.grad``, and skips parameters without.
+            curvature_closure: for the curvature alone, on update steps; not called on others. See the class.
+
+        Returns:
+            The loss as ``closure`` returned it, without graph; the sum for a sequence; None without a closure.
+
+        Raises:
+            TypeError: an update is due, and nothing was given to take the curvature from. FloatingPointError: a loss,
+                a gradient or an estimate is not finite. Nothing has changed.
+        """
+        due = self.curvature_due
+        params = self._params
+        if not params:
+            raise ValueError("no parameter of the optimizer requires a gradient")
+        joint = due and self._pending is None and curvature_closure is None
+        if joint and (closure is None or self.KIND is None):
+            raise TypeError(self._how_to_update())
+        if closure is None and (not due or self._pending is not None):
+            # Nothing of the caller's runs, so that there is nothing to guard, and no copy of the parameters is made.
+            gradients = [p.grad for p in params]
+            check_finite(gradients, "gradient")
+            self._finish(params, gradients, self._pending)
+            return None
+        returned = None
+        with attention_context(self.param_groups[0]["attention"]), Transaction(params, self.state) as transaction:
+            estimates = self._pending
+            if due and estimates is None and curvature_closure is not None:
+                estimates = self._measure(curvature_closure, params, transaction)
+            gradients = [p.grad for p in params]
+            if closure is not None:
+                point = transaction.add(CurvaturePoint(closure, params, self.KIND if joint else None))
+                reduction = Reduction(self._process_group or point.process_group)
+                gradients = _gradients(params, gradients, point, reduction)
+                loss = reduction.mean_scalar(point.loss)
+                if not math.isfinite(loss):
+                    raise FloatingPointError(f"the loss is {loss}")
+                if joint:
+                    estimates = self._checked(params, self._estimate(point, params, self._number, reduction))
+                returned = point.returned if callable(closure) else sum(point.returned[1:], point.returned[0])
+            check_finite(gradients, "gradient")
+        self._finish(params, gradients, estimates)
+        return returned
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; the optimizer then continues as the one that saved it, options included."""
+        super().load_state_dict(state_dict)
+        # torch casts tensors to the parameter's dtype; the state has one of its own.
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for number, p in zip(saved, (p for g in self.param_groups for p in g["params"]), strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[p][name] = value.to(p.device, copy=True)
+        self._pending, self._updated = None, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps options, state and groups only.
+        own = {name: getattr(self, name) for name in ("_pending", "_updated", "_process_group")}
+        return super().__getstate__() | own
+
+    # ------------------------------------------------------------------ for subclasses
+
+    def _estimate(
+        self, point: CurvaturePoint, params: Sequence[Tensor], number: int, reduction: Reduction
+    ) -> Sequence[Tensor]:
+        """The diagonal of the Hessian at ``point``, by the estimator that the options name."""
+        options = self.param_groups[0]
+        # Ranks share their probes: the mean of the products is the product of the mean.
+        generator = torch.Generator(params[0].device).manual_seed(options["seed"] + 7919 * number)
+        like = [p.detach().to(wide_dtype(p.dtype)) for p in params]
+
+        def product(v: Sequence[Tensor]) -> list[Tensor]:
+            return reduction.mean(point.product(v))
+
+        name, count, distribution = options["estimator"], options["probes"], options["distribution"]
+        if callable(name):
+            found = name(product, like, generator)
+        elif name == "exact":
+            found = diagonal.exact(product, like)
+        else:
+            estimator = diagonal.hutchinson if name == "hutchinson" else diagonal.bekas
+            found = estimator(product, like, generator, probes=count, distribution=distribution)
+        return [-d for d in found] if options["maximize"] else found
+
+    def _apply(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], estimates: list[Tensor] | None
+    ) -> None:
+        raise NotImplementedError
+
+    def _how_to_update(self) -> str:
+        return (
+            f"step {self._number + 1} of {type(self).__name__} updates the curvature and needs a closure that "
+            "evaluates the loss: optimizer.step(closure), or optimizer.update_curvature(closure) before "
+            "optimizer.step(). optimizer.curvature_due tells when"
+        )
+
+    @property
+    def _number(self) -> int:
+        """Steps taken."""
+        return cast(dict[Any, Any], self.state).get(GLOBAL, {}).get("step", 0)
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    # ------------------------------------------------------------------ the parts of a step
+
+    def _measure(self, closure: Any, params: list[Tensor], transaction: Transaction) -> list[tuple[Tensor, Tensor]]:
+        """Estimates from a closure that is for the curvature alone: it leaves no trace."""
+        kept = [p.grad for p in params]
+        for p in params:
+            p.grad = None
+        try:
+            with self._own_randomness():
+                point = transaction.add(CurvaturePoint(closure, params, self.KIND))
+                reduction = Reduction(self._process_group or point.process_group)
+                estimates = self._checked(params, self._estimate(point, params, self._number, reduction))
+                point.rollback()
+        finally:
+            for p, grad in zip(params, kept, strict=True):
+                p.grad = grad
+        return estimates
+
+    def _own_randomness(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _checked(self, params: Sequence[Tensor], estimates: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        for i, (p, d) in enumerate(zip(params, estimates, strict=True)):
+            if d.shape != p.shape:
+                raise ValueError(f"estimator: result {i} must have shape {tuple(p.shape)}, got {tuple(d.shape)}")
+        check_finite(estimates, "curvature estimate")
+        return list(zip(params, estimates, strict=True))
+
+    def _finish(
+        self,
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        estimates: list[tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        of = {id(p): g for p, g in zip(params, gradients, strict=True) if g is not None}
+        curvature = {id(p): d for p, d in estimates or []}
+        for group in self.param_groups:
+            mine = [p for p in group["params"] if id(p) in of]
+            fresh = [p for p in mine if id(p) in curvature]
+            # One that first gets a gradient inside a closure, when no update is due, waits for its first estimate.
+            known = [p for p in mine if id(p) not in curvature and self.CURVATURE in self.state[p]]
+            for members in (*_alike(fresh), *_alike(known)):
+                found = [of[id(p)].to_dense() if of[id(p)].is_sparse else of[id(p)] for p in members]
+                if self.param_groups[0]["maximize"]:
+                    found = list(torch._foreach_neg(found))
+                new = [curvature[id(p)] for p in members] if id(members[0]) in curvature else None
+                self._apply(group, members, found, new)
+            if curvature:
+                for p in group["params"]:
+                    if p.requires_grad and id(p) not in of:
+                        self.state[p].setdefault("idle", True)
+        self._updated, self._pending = estimates is not None, None
+        cast(dict[Any, Any], self.state)[GLOBAL] = {"step": self._number + 1}
+
+
+def _gradients(
+    params: list[Tensor], before: Sequence[Tensor | None], point: CurvaturePoint, reduction: Reduction
+) -> list[Tensor | None]:
+    """``.grad`` where the closure called backward, which makes new tensors; else those of the loss."""
+    if any(p.grad is not None and p.grad is not b for p, b in zip(params, before, strict=True)):
+        present = [p.grad for p in params if p.grad is not None]
+        mean = iter(reduction.mean(present))
+        return [None if p.grad is None else next(mean) for p in params]
+    return list(reduction.mean(point.gradient))
+
+
+def _alike(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Lists of one dtype and device, as foreach kernels want them."""
+    lists: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for p in params:
+        lists.setdefault((p.dtype, p.device), []).append(p)
+    return list(lists.values())
+
+
+def check_finite(tensors: Sequence[Tensor | None], what: str) -> None:
+    """FloatingPointError that names the first of ``tensors`` that is not finite; one synchronisation."""
+    some = [(i, t) for i, t in enumerate(tensors) if t is not None and t.numel()]
+    if not some:
+        return
+    values = [t.coalesce().values() if t.is_sparse else t for _, t in some]
+    largest = [t.to(values[0].device, torch.float32) for t in torch._foreach_norm(values, math.inf)]
+    flags = torch.stack(largest).isfinite()
+    if not bool(flags.all()):
+        i, t = some[int(flags.logical_not().nonzero()[0])]
+        raise FloatingPointError(f"the {what} of parameter {i} (shape {tuple(t.shape)}) is not finite")
+
+
+def check_range(options: Mapping[str, Any], name: str, low: float, high: float = math.inf, open_: str = "") -> None:
+    """ValueError unless ``low ≤ options[name] ≤ high``; strict at the ends that ``open_`` ("low", "high") names."""
+    value = options[name]
+    number = float(value)
+    above = low < number if "low" in open_ else low <= number
+    below = number < high if "high" in open_ or high == math.inf else number <= high
+    if not (above and below):
+        left, right = "(" if "low" in open_ else "[", ")" if "high" in open_ or high == math.inf else "]"
+        raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value!r}")
+
+
+def check_common(options: Mapping[str, Any]) -> None:
+    """Check the options that the diagonal family shares."""
+    check_range(options, "lr", 0.0)
+    check_range(options, "weight_decay", 0.0)
+    check_range(options, "eps", 0.0, open_="low")
+    betas = options["betas"]
+    if len(betas) != 2 or not all(0.0 <= float(b) < 1.0 for b in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
+    for name in ("update_interval", "probes"):
+        if options.get(name, 1) != int(options.get(name, 1)) or options.get(name, 1) < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {options[name]!r}")
+    if options["attention"] not in ("exact", None):
+        raise ValueError(f"attention must be 'exact' or None, got {options['attention']!r}")
+    dtype = options["state_dtype"]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"state_dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    if "estimator" in options:
+        if options["distribution"] not in diagonal.DISTRIBUTIONS:
+            allowed = ", ".join(map(repr, diagonal.DISTRIBUTIONS))
+            raise ValueError(f"distribution must be one of {allowed}, got {options['distribution']!r}")
+        if options["estimator"] not in ESTIMATORS and not callable(options["estimator"]):
+            allowed = ", ".join(map(repr, ESTIMATORS))
+            raise ValueError(f"estimator must be one of {allowed} or a callable, got {options['estimator']!r}")

@@ -1,0 +1,340 @@
+"""Sophia: steps clipped coordinate by coordinate, after division by a running estimate of the curvature's diagonal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sorder.curvature import CurvaturePoint
+from sorder.curvature.diagonal import gauss_newton_bartlett
+from sorder.curvature.random_state import RandomState
+from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common, check_range
+from sorder.optim.reductions import Reduction
+
+
+@dataclass(frozen=True)
+class SophiaStep:
+    """Record of one step of :class:`SophiaH` or :class:`SophiaG`.
+
+    Attributes:
+        step: its number, from 1. curvature_updated: whether an estimate entered the running mean.
+        win_rate: share of coordinates that were not clipped, of those that took part. The paper keeps it between 0.1
+            and 0.5 by the choice of gamma.
+        curvature_norm: ‖h‖₂ of the running mean. update_norm: ‖lr·u‖₂, weight decay left out.
+    """
+
+    step: int
+    curvature_updated: bool
+    win_rate: float
+    curvature_norm: float
+    update_norm: float
+
+
+class _Sophia(DiagonalOptimizer):
+    """m ← β₁m + (1 − β₁)g, h ← β₂h + (1 − β₂)ĥ on update steps, p ← (1 − lr·decay)p − lr·clip(m / max(γh, ε), 1)."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
+        self._rates: list[tuple[list[Tensor], float, float, float]] = []
+        self._last_step: SophiaStep | None = None
+        super().__init__(params, defaults, process_group)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_common(options)
+        check_range(options, "gamma", 0.0, open_="low")
+
+    @property
+    def last_step(self) -> SophiaStep | None:
+        """:class:`SophiaStep` of the last step, or None. Computed when it is asked for, so that steps cost nothing."""
+        if self._last_step is None and self._rates:
+            inside = total = 0
+            curvature = update = 0.0
+            for params, lr, gamma, eps in self._rates:
+                m, h = ([self.state[p][name] for p in params] for name in ("exp_avg", "hessian"))
+                u = _quotients(m, h, gamma, eps)
+                inside += sum(int((t.abs() < 1.0).sum()) for t in u)
+                total += sum(t.numel() for t in u)
+                curvature += _square(h)
+                torch._foreach_clamp_min_(u, -1.0)
+                torch._foreach_clamp_max_(u, 1.0)
+                update += lr**2 * _square(u)
+            self._last_step = SophiaStep(
+                self._number, self._updated, inside / max(1, total), math.sqrt(curvature), math.sqrt(update)
+            )
+        return self._last_step
+
+    def _finish(self, *args: Any, **kwargs: Any) -> None:
+        self._rates, self._last_step = [], None
+        super()._finish(*args, **kwargs)
+
+    def _apply(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], estimates: list[Tensor] | None
+    ) -> None:
+        for p in params:
+            if "exp_avg" not in self.state[p]:
+                self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=group["state_dtype"] or p.dtype)
+            if "hessian" not in self.state[p]:
+                self.state[p]["hessian"] = torch.zeros_like(self.state[p]["exp_avg"])
+        m, h = ([self.state[p][name] for p in params] for name in ("exp_avg", "hessian"))
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        torch._foreach_lerp_(m, _in_dtype(gradients, m), 1.0 - beta1)
+        if estimates is not None:
+            torch._foreach_lerp_(h, _in_dtype(estimates, h), 1.0 - beta2)
+        if lr * group["weight_decay"]:
+            torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
+        u = _quotients(m, h, group["gamma"], group["eps"])
+        torch._foreach_clamp_min_(u, -1.0)
+        torch._foreach_clamp_max_(u, 1.0)
+        torch._foreach_add_(params, u, alpha=-lr)
+        self._rates.append((params, lr, group["gamma"], group["eps"]))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; the optimizer then continues as the one that saved it, options included."""
+        super().load_state_dict(state_dict)
+        self._rates, self._last_step = [], None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_rates": self._rates, "_last_step": self._last_step}
+
+
+class SophiaH(_Sophia):
+    r"""Sophia with Hutchinson's estimate of the Hessian's diagonal.
+
+    Liu, Li, Hall, Liang & Ma, *Sophia: A scalable stochastic second-order optimizer for language model pre-training*
+    (2023, arXiv 2305.14342), algorithms 1 and 3. With g the gradient and ĥ = z∘Bz, B the Hessian and z random,
+
+    - m ← β₁ m + (1 − β₁) g, without bias correction;
+    - on update steps, the first and then every ``update_interval``-th: h ← β₂ h + (1 − β₂) ĥ;
+    - p ← p − lr·weight_decay·p; then p ← p − lr·clip(m / max(γ h, ε), 1), coordinate by coordinate.
+
+    So no coordinate moves by more than lr, and one of negative or no curvature moves by lr·sign(m).
+
+    **Conventions.** ``lr`` and ``gamma`` are the η and γ above. The released code writes the same quotient as
+    |m| / (rho·bs·h): its ``lr`` is ``lr``, its ``rho`` is ``gamma``, and its ``bs`` multiplies an h that is a squared
+    *mean* gradient; here h is the curvature itself, and nothing has to be told the batch size. The paper's first
+    version clips at ρ, lr′·clip(m / max(h, ε), ρ): ``gamma`` = ρ and ``lr`` = lr′·ρ. Beside AdamW of a given rate,
+    the paper takes 0.8 of that as ``lr``.
+
+    Between updates ``loss.backward(); optimizer.step()`` is enough. On update steps (``curvature_due``) the Hessian
+    comes from a closure: ``step(closure)``; or ``step(curvature_closure=...)`` for a part of the batch, with the
+    gradient in ``.grad``; or ``update_curvature(closure)`` before ``step()``. A closure given on other steps is run
+    for the gradient. With ``torch.amp.GradScaler`` call ``update_curvature`` with a closure for the unscaled loss,
+    then ``scaler.step(optimizer)``: a step skipped for an overflow changes nothing.
+
+    A step is a transaction: if a closure raises (KeyboardInterrupt included), or the loss, a gradient or an estimate
+    is not finite, parameters, buffers, ``.grad``, state and random generators are as they were.
+
+    Args:
+        params: parameters or groups. Real floating-point; frozen ones are skipped. ``lr``, ``betas``, ``gamma``,
+            ``eps``, ``weight_decay`` and ``state_dtype`` are of a group; the others are read from the first group.
+        lr: η, the most that a coordinate moves. Default 1e-4.
+        betas: β₁ and β₂. Default (0.965, 0.99).
+        gamma: γ > 0. Larger is more cautious; tune it so that ``last_step.win_rate`` lies in 0.1–0.5. Default 0.01.
+        eps: ε > 0, in units of curvature. Default 1e-12.
+        weight_decay: decoupled. Default 0.1.
+        update_interval: steps from one estimate to the next. Default 10.
+        probes: Hessian–vector products per update. Default 1.
+        distribution: "rademacher" (default) or "normal".
+        estimator: "hutchinson" (default), "bekas", "exact" (as many products as parameters), or a callable (product,
+            like, generator) ↦ diagonal as in :mod:`sorder.curvature.diagonal`.
+        seed: of the probes, which are a function of it and of the number of the step. Default 0.
+        maximize: maximise the loss. Default False.
+        state_dtype: of m and h. Default None: the parameter's.
+        attention: "exact" (default) routes ``F.scaled_dot_product_attention`` through :func:`sorder.attention` where
+            closures run, as :func:`sorder.exact_attention` does; None leaves it.
+        process_group: data-parallel ranks average the gradients and products of closures over it. Default None: the
+            group of the DistributedDataParallel module that a closure calls, if it calls one.
+
+    Attributes:
+        last_step: :class:`SophiaStep` of the last step, or None. curvature_due: whether the next step updates h.
+
+    Raises:
+        ValueError: an option is out of range. TypeError: (by ``step``) an update is due, and no closure was given.
+        FloatingPointError: (by ``step``) something is not finite. Nothing has changed.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 2)
+        >>> x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
+        >>> optimizer = SophiaH(model.parameters(), lr=0.01, update_interval=2)
+        >>> def closure():
+        ...     return torch.nn.functional.cross_entropy(model(x), y)
+        >>> updates = []
+        >>> for _ in range(4):
+        ...     optimizer.zero_grad()
+        ...     if optimizer.curvature_due:
+        ...         optimizer.update_curvature(closure)
+        ...     closure().backward()
+        ...     optimizer.step()
+        ...     updates.append(optimizer.last_step.curvature_updated)
+        >>> updates
+        [True, False, True, False]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        *,
+        betas: tuple[float, float] = (0.965, 0.99),
+        gamma: float = 0.01,
+        eps: float = 1e-12,
+        weight_decay: float = 0.1,
+        update_interval: int = 10,
+        probes: int = 1,
+        distribution: str = "rademacher",
+        estimator: str | Estimator = "hutchinson",
+        seed: int = 0,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        attention: str | None = "exact",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "gamma": gamma,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "update_interval": update_interval,
+            "probes": probes,
+            "distribution": distribution,
+            "estimator": estimator,
+            "seed": seed,
+            "maximize": maximize,
+            "state_dtype": state_dtype,
+            "attention": attention,
+        }
+        super().__init__(params, defaults, process_group)
+
+
+class SophiaG(_Sophia):
+    r"""Sophia with the Gauss–Newton–Bartlett estimate: squared gradients of a loss with sampled labels.
+
+    As :class:`SophiaH`, which see for the step, the conventions of lr, ρ and γ, and the ways to call it; Liu et al.
+    2023, algorithms 2 and 3. The estimate is ĝ∘ĝ/N, ĝ the gradient of the summed loss of N rows whose labels were
+    drawn from the model: in expectation the diagonal of the generalised Gauss–Newton matrix of the mean loss, and
+    nonnegative. It costs a gradient and no second derivative.
+
+    Its closure is not that of the loss: it returns ``gnb_loss(logits)``, a sum and its count of rows, so that no batch
+    size has to be told, and the estimate is that of the whole batch however a sequence of closures splits it. A
+    closure of one's own returns such a pair for any likelihood.
+
+    ``optimizer.step(closure, curvature_closure=lambda: gnb_loss(model(x)))`` calls the second on update steps only;
+    the other way is ``update_curvature(lambda: gnb_loss(model(x)))`` before ``step()``. Labels (and dropout in that
+    closure) are a function of ``seed`` and the number of the step; random generators and buffers end up as before.
+
+    Args:
+        params, lr, betas, eps, weight_decay, update_interval, seed, state_dtype, attention, process_group: see
+            :class:`SophiaH`.
+        gamma: γ > 0. Default 0.05.
+        maximize: maximise the loss of ``closure``; the curvature is positive either way. Default False.
+
+    Attributes and errors: those of :class:`SophiaH`. ValueError: (by ``step`` and ``update_curvature``) the closure
+    for the curvature returned no count of rows.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Linear(3, 2)
+        >>> x, y = torch.randn(8, 3), torch.randint(0, 2, (8,))
+        >>> optimizer = SophiaG(model.parameters(), lr=0.01)
+        >>> for _ in range(20):
+        ...     loss = optimizer.step(
+        ...         lambda: torch.nn.functional.cross_entropy(model(x), y),
+        ...         curvature_closure=lambda: sorder.optim.gnb_loss(model(x)),
+        ...     )
+        >>> optimizer.last_step.step, optimizer.last_step.curvature_updated
+        (20, False)
+    """
+
+    KIND = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        *,
+        betas: tuple[float, float] = (0.965, 0.99),
+        gamma: float = 0.05,
+        eps: float = 1e-12,
+        weight_decay: float = 0.1,
+        update_interval: int = 10,
+        seed: int = 0,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+        attention: str | None = "exact",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "gamma": gamma,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "update_interval": update_interval,
+            "seed": seed,
+            "maximize": maximize,
+            "state_dtype": state_dtype,
+            "attention": attention,
+        }
+        super().__init__(params, defaults, process_group)
+
+    def _estimate(
+        self, point: CurvaturePoint, params: Sequence[Tensor], number: int, reduction: Reduction
+    ) -> Sequence[Tensor]:
+        counts = point.outputs if isinstance(point.outputs, list) else [point.outputs]
+        if any(c is None or (isinstance(c, Tensor) and c.numel() != 1) for c in counts):
+            raise ValueError(
+                "curvature_closure must return gnb_loss(logits): the summed loss of rows with sampled labels, and "
+                "their number"
+            )
+        rows = sum(int(c) for c in counts)
+        if rows < 1:
+            raise ValueError(f"curvature_closure must count at least one row, got {rows}")
+        # A sum over the ranks from a mean: R·ĝ, and likewise R·N.
+        mean_rows = reduction.mean_scalar(torch.tensor(float(rows), device=params[0].device))
+        gradient = reduction.mean([g.to(torch.promote_types(g.dtype, torch.float32)) for g in point.gradient])
+        return [d * reduction.size for d in gauss_newton_bartlett(gradient, mean_rows)]
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        state = RandomState()
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        torch.manual_seed(self.param_groups[0]["seed"] + 7919 * self._number + 104729 * rank)
+        try:
+            yield
+        finally:
+            state.restore()
+
+    def _own_randomness(self) -> AbstractContextManager[Any]:
+        return self._seeded()
+
+    def _how_to_update(self) -> str:
+        return (
+            f"step {self._number + 1} of SophiaG updates the curvature and needs a closure for it: "
+            "optimizer.step(closure, curvature_closure=lambda: sorder.optim.gnb_loss(model(x))), or "
+            "optimizer.update_curvature(lambda: sorder.optim.gnb_loss(model(x))) before optimizer.step(). "
+            "optimizer.curvature_due tells when"
+        )
+
+
+def _quotients(m: list[Tensor], h: list[Tensor], gamma: float, eps: float) -> list[Tensor]:
+    """m / max(γ h, ε)."""
+    below = list(torch._foreach_mul(h, gamma))
+    # 16-bit ε may round to zero; the smallest normal number does not.
+    torch._foreach_clamp_min_(below, max(eps, *(torch.finfo(t.dtype).tiny for t in below)))
+    return list(torch._foreach_div(m, below))
+
+
+def _in_dtype(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    return [t.to(s.dtype) for t, s in zip(tensors, like, strict=True)]
+
+
+def _square(tensors: Sequence[Tensor]) -> float:
+    return sum(float(n) ** 2 for n in torch._foreach_norm(list(tensors)))

@@ -1,0 +1,264 @@
+"""What every optimizer keeps to, whatever its algorithm."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sorder.optim import AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
+from tests.optim.problem import data, model, values
+
+# With gammas that leave many coordinates unclipped, so that the curvature shows in the step.
+MAKERS: dict[str, Callable[..., Any]] = {
+    "NewtonCG": NewtonCG,
+    "SophiaH": partial(SophiaH, lr=0.05, gamma=30.0, update_interval=3, weight_decay=0.01),
+    "SophiaG": partial(SophiaG, lr=0.05, gamma=30.0, update_interval=3, weight_decay=0.01),
+    "AdaHessian": partial(AdaHessian, lr=0.05, update_interval=2),
+}
+
+
+def step(optimizer: Any, net: nn.Module, seed: int = 1, style: str = "loss", sign: float = 1.0) -> Any:
+    """One step on a batch, by a closure that returns the loss only, or that calls backward itself."""
+    x, y = data(seed)
+
+    def closure() -> Tensor:
+        if style == "loss":
+            return sign * F.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss = sign * F.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    if isinstance(optimizer, SophiaG):
+        return optimizer.step(closure, curvature_closure=lambda: gnb_loss(net(x)))
+    return optimizer.step(closure)
+
+
+class Fails(nn.Module):
+    """A layer that raises, or spoils the value or the gradient, when told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4).double()
+        self.dropout = nn.Dropout(0.1)
+        self.failure: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.norm(x))
+        if self.failure == "nan":
+            return x * float("nan")
+        if self.failure is not None:
+            raise self.failure
+        return x
+
+
+@pytest.mark.parametrize("name", list(MAKERS))
+class TestContract:
+    @pytest.fixture
+    def make(self, name: str) -> Callable[..., Any]:
+        return MAKERS[name]
+
+    @pytest.mark.parametrize("style", ["loss", "backward"])
+    def test_it_learns(self, make: Callable[..., Any], style: str) -> None:
+        net = model()
+        optimizer = make(net.parameters())
+        losses = [float(step(optimizer, net, style=style)) for _ in range(30)]
+        assert losses[-1] < 0.6 * losses[0]
+
+    def test_both_styles_of_closure_take_the_same_step(self, make: Callable[..., Any]) -> None:
+        nets = [model(), model()]
+        for net, style in zip(nets, ("loss", "backward"), strict=True):
+            optimizer = make(net.parameters())
+            for i in range(4):
+                step(optimizer, net, i, style)
+        torch.testing.assert_close(values(nets[0]), values(nets[1]), rtol=1e-9, atol=1e-9)
+
+    def test_groups_have_their_own_learning_rate(self, make: Callable[..., Any]) -> None:
+        net = model()
+        before = copy.deepcopy(net)
+        optimizer = make([{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}])
+        step(optimizer, net)
+        assert torch.equal(values(net[0]), values(before[0]))
+        assert not torch.equal(values(net[2]), values(before[2]))
+
+    @pytest.mark.parametrize(
+        "schedule",
+        [
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda i: 0.5 * float(i < 2)),
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 2),
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(
+                o, 0.05, total_steps=3, cycle_momentum="betas" in o.defaults, final_div_factor=float("inf")
+            ),
+        ],
+        ids=["lambda", "cosine", "one cycle"],
+    )
+    def test_schedulers(self, make: Callable[..., Any], schedule: Callable[[Any], Any]) -> None:
+        """They move lr, and where it has come to zero the parameters stay."""
+        net = model()
+        optimizer = make(net.parameters())
+        scheduler = schedule(optimizer)
+        moved = []
+        for _ in range(3):
+            before = values(net)
+            step(optimizer, net)
+            moved.append(not torch.equal(values(net), before))
+            if len(moved) < 3:
+                scheduler.step()
+        assert moved == [True, True, False]
+
+    def test_a_group_added_later_takes_part_at_once(self, make: Callable[..., Any]) -> None:
+        net = model()
+        optimizer = make(net[0].parameters())
+        for _ in range(2):
+            step(optimizer, net)
+        before = values(net[2])
+        optimizer.add_param_group({"params": list(net[2].parameters())})
+        step(optimizer, net)
+        assert (values(net[2]) != before).all()
+
+    def test_a_run_resumes_bit_identically(self, make: Callable[..., Any]) -> None:
+        net = model()
+        optimizer = make(net.parameters(), seed=5)
+        for i in range(2):
+            step(optimizer, net, i)
+        file = io.BytesIO()
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        for i in range(2, 6):
+            step(optimizer, net, i)
+        resumed = model(seed=9)
+        other = make(resumed.parameters(), lr=0.3, weight_decay=0.5, seed=1)
+        step(other, resumed)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        resumed.load_state_dict(saved["model"])
+        other.load_state_dict(saved["optimizer"])
+        for i in range(2, 6):
+            step(other, resumed, i)
+        assert torch.equal(values(resumed), values(net))
+
+    def test_the_seed_matters_to_the_state_alone(self, make: Callable[..., Any]) -> None:
+        net = model()
+        optimizer = make(net.parameters())
+        before = torch.get_rng_state()
+        for _ in range(3):
+            step(optimizer, net)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_maximize(self, make: Callable[..., Any]) -> None:
+        nets = [model(), model()]
+        for net, options, sign in zip(nets, ({}, {"maximize": True}), (1.0, -1.0), strict=True):
+            optimizer = make(net.parameters(), **options)
+            for _ in range(4):
+                step(optimizer, net, sign=sign)
+        torch.testing.assert_close(values(nets[0]), values(nets[1]), rtol=1e-9, atol=1e-9)
+
+    def test_frozen_and_unused_parameters_stay(self, make: Callable[..., Any]) -> None:
+        net = model()
+        net.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        net.forward = lambda x: net[2](net[1](net[0](x)))  # type: ignore[method-assign]
+        net[0].bias.requires_grad_(False)
+        optimizer = make(net.parameters(), weight_decay=0.0)
+        frozen, start = net[0].bias.clone(), values(net[2])
+        for i in range(4):
+            step(optimizer, net, i, style="loss" if i % 2 else "backward")
+        assert torch.equal(net[0].bias, frozen) and (net.unused == 1).all()
+        assert not torch.equal(values(net[2]), start)
+
+    def test_tied_parameters_are_one(self, make: Callable[..., Any]) -> None:
+        torch.manual_seed(0)
+        weight = nn.Parameter(0.3 * torch.randn(4, 4, dtype=torch.float64))
+        head = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+                self.a.weight = self.b.weight = weight
+                self.head = head
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.b(self.a(x).tanh()).tanh() @ self.head.T
+
+        net = Tied()
+        optimizer = make(net.parameters())
+        assert len(optimizer.param_groups[0]["params"]) == 2
+        losses = [float(step(optimizer, net)) for _ in range(20)]
+        assert losses[-1] < losses[0] and net.a.weight is net.b.weight
+
+    def test_memory_is_flat_without_the_garbage_collector(self, make: Callable[..., Any]) -> None:
+        net = model()
+        optimizer = make(net.parameters())
+
+        def live() -> int:
+            return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+        for _ in range(6):
+            step(optimizer, net)
+        gc.collect()
+        gc.disable()
+        try:
+            before = live()
+            for _ in range(30):
+                step(optimizer, net)
+            assert live() <= before + 4
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize(
+        "clone", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+    )
+    def test_copies_continue_alike(self, make: Callable[..., Any], clone: Callable[[Any], Any]) -> None:
+        net = model()
+        optimizer = make(net.parameters())
+        step(optimizer, net)
+        other_net, other = clone((net, optimizer))
+        for i in range(2, 5):
+            step(optimizer, net, i)
+            step(other, other_net, i)
+        assert torch.equal(values(other_net), values(net)) and other_net is not net
+
+    @pytest.mark.parametrize("number", [1, 2], ids=["update step", "the step after"])
+    @pytest.mark.parametrize("failure", ["nan", RuntimeError("stop"), KeyboardInterrupt()], ids=repr)
+    def test_a_failure_leaves_nothing_behind(self, make: Callable[..., Any], failure: Any, number: int) -> None:
+        fails = Fails()
+        net = nn.Sequential(fails, *model())
+        optimizer = make(net.parameters())
+        for _ in range(number - 1):
+            step(optimizer, net)
+        for p in net.parameters():
+            p.grad = torch.ones_like(p)
+
+        def trace() -> list[Any]:
+            tensors = [*net.parameters(), *net.buffers(), *(p.grad for p in net.parameters()), torch.get_rng_state()]
+            state = [v for s in optimizer.state.values() for v in s.values()]
+            return [t.clone() if isinstance(t, Tensor) else t for t in (*tensors, *state)]
+
+        before = trace()
+        fails.failure = failure
+        with pytest.raises(FloatingPointError if failure == "nan" else type(failure)):
+            step(optimizer, net)
+        for a, b in zip(trace(), before, strict=True):
+            assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        fails.failure = None
+        step(optimizer, net)
+        assert not torch.equal(next(net.parameters()), before[0])
+
+    def test_bad_options_are_named(self, make: Callable[..., Any]) -> None:
+        for name in ("lr", "weight_decay"):
+            with pytest.raises(ValueError, match=f"{name} must lie in .* got -1"):
+                make(model().parameters(), **{name: -1.0})
+        net = model()
+        optimizer = make(net[0].parameters())
+        with pytest.raises(ValueError, match="lr must lie in"):
+            optimizer.add_param_group({"params": list(net[2].parameters()), "lr": float("nan")})
+        assert len(optimizer.param_groups) == 1
