@@ -39,7 +39,7 @@ class Comparison:
         self.deadline = time.perf_counter() + 60 * args.minutes
         self.results: dict[str, Any] = {
             "environment": record.environment(torch.device(args.device), args.commit),
-            "configuration": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+            "configuration": {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items()},
             "runs": [],
         }
 
