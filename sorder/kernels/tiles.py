@@ -2,10 +2,10 @@
 
 Conventions of all kernels in this folder. A *head* is one (N, d) problem; up to three leading dimensions are flattened
 into one head index ``z`` with separate strides, so no layout needs a copy. Matrices come with ``strides = (s0, s1, s2,
-row)`` and a unit stride along the width; row vectors (log-sum-exp, μ, D, Ḋ) are contiguous float32 of shape (heads,
-N). Offsets that grow with N or z are 64-bit; offsets within a tile are 32-bit. Scores live in base 2, ``exp(s − L) =
-exp2(s·log₂e − L·log₂e)``. An absent tensor is ``None``, which Triton folds at compile time: its products are never
-issued.
+row)`` and a unit stride along the width. Row vectors are contiguous, of shape (heads, N), in float32; for float32
+inputs L, dL and their tangents are in float64. Offsets that grow with N or z are 64-bit; offsets within a tile are
+32-bit. Exponents are in base 2, ``exp(s − L) = exp2(s·log₂e − L·log₂e)``, but natural for float32 inputs. An absent
+tensor is ``None``, which Triton folds at compile time: its products are never issued.
 """
 
 import triton
@@ -123,8 +123,9 @@ def load_lse(base, first, limit, ROWS: tl.constexpr, CHECK: tl.constexpr):
 
 @triton.jit
 def probabilities(s, scale, lse_high, lse_low, EXACT: tl.constexpr):
-    """P = exp(scale·s − L). EXACT (float32 inputs) keeps the exponent's rounding relative to the exponent, not to the
-    score.
+    """P = exp(scale·s − L).
+
+    EXACT (float32 inputs) keeps the exponent's rounding relative to the exponent, not to the score.
     """
     if EXACT:
         return tl.exp((s * scale - lse_high) - lse_low)
@@ -164,9 +165,7 @@ def visible(row0, col0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.
 
 @triton.jit
 def column_range(row0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(full, end) for a sweep of rows row0 …: key tiles below ``full`` need no mask, those from ``full`` to ``end``
-    do.
-    """
+    """(full, end) of a sweep of rows row0 …: key tiles below ``full`` need no mask, from there to ``end`` they do."""
     if CAUSAL:
         full = tl.minimum(row0 + 1, n_k) // COLS * COLS
         end = tl.minimum(row0 + ROWS, n_k)
@@ -178,9 +177,7 @@ def column_range(row0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.c
 
 @triton.jit
 def row_range(col0, n_q, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(start, full) for a sweep of keys col0 …: row tiles from ``start`` to ``full`` cross the diagonal, later ones
-    do not.
-    """
+    """(start, full) of a sweep of keys col0 …: tiles from ``start`` to ``full`` cross the diagonal, no later ones."""
     if CAUSAL:
         start = col0 // ROWS * ROWS
         full = tl.minimum((col0 + COLS + ROWS - 2) // ROWS * ROWS, (n_q + ROWS - 1) // ROWS * ROWS)

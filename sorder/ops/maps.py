@@ -1,6 +1,4 @@
-"""Which implementation serves one of the four maps: PyTorch's fused kernels, our Triton kernels, or the PyTorch
-twin.
-"""
+"""Which implementation serves one of the four maps: PyTorch's fused kernels, our Triton kernels, or the twin."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sorder.curvature import CurvaturePoint, diagonal
 from sorder.linalg.pytree import wide_dtype
-from sorder.optim.newton_cg import _attention as attention_context
+from sorder.optim.attention_routing import routed_attention
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
 
@@ -85,7 +85,7 @@ class DiagonalOptimizer(Optimizer):
         params = self._params
         if not params:
             raise ValueError("no parameter of the optimizer requires a gradient")
-        with attention_context(self.param_groups[0]["attention"]), Transaction(params, self.state) as transaction:
+        with routed_attention(self.param_groups[0]["attention"]), Transaction(params, self.state) as transaction:
             self._pending = self._measure(closure, params, transaction)
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class DiagonalOptimizer(Optimizer):
             self._finish(params, gradients, self._pending)
             return None
         returned = None
-        with attention_context(self.param_groups[0]["attention"]), Transaction(params, self.state) as transaction:
+        with routed_attention(self.param_groups[0]["attention"]), Transaction(params, self.state) as transaction:
             estimates = self._pending
             if due and estimates is None and curvature_closure is not None:
                 estimates = self._measure(curvature_closure, params, transaction)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from sorder.curvature import CurvaturePoint
 from sorder.linalg import EisenstatWalker
+from sorder.optim.attention_routing import routed_attention
 from sorder.optim.last_step import NewtonCGStep
 from sorder.optim.newton_step import NewtonStep
 from sorder.optim.reductions import Reduction
@@ -222,7 +222,7 @@ class NewtonCG(Optimizer):
             "sign": -1.0 if options["maximize"] else 1.0,
             "seed": options["seed"] + 7919 * number + rank,
         }
-        with _attention(options["attention"]), Transaction(params, self.state) as transaction:
+        with routed_attention(options["attention"]), Transaction(params, self.state) as transaction:
             point = CurvaturePoint(closure, params, kind if curvature_closure is None else None, **arguments)
             model = transaction.add(point)
             if curvature_closure is not None:
@@ -271,12 +271,3 @@ class NewtonCG(Optimizer):
 
     def _of_each(self, option: str) -> list[float]:
         return [float(group[option]) for group in self.param_groups for p in group["params"] if p.requires_grad]
-
-
-def _attention(choice: str | None) -> AbstractContextManager[Any]:
-    if choice is None:
-        return nullcontext()
-    # Imported late: routing needs the kernels, which toy problems do without.
-    from sorder.ops.routing import exact_attention
-
-    return exact_attention()

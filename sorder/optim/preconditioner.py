@@ -7,18 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from sorder.curvature.diagonal import hutchinson, probe
 from sorder.linalg.pytree import dot
 
 Vector = Sequence[Tensor]
 
 
 def hutchinson_diagonal(product: Callable[[Vector], list[Tensor]], like: Vector, seed: int) -> list[Tensor]:
-    """One-probe estimate of the diagonal of B: z∘Bz with Rademacher z, whose mean is the diagonal.
-
-    E[zᵢ Σⱼ Bᵢⱼ zⱼ] = Bᵢᵢ since E[zᵢzⱼ] = δᵢⱼ (Hutchinson 1990; Bekas, Kokiopoulou & Saad 2007). One product.
-    """
-    probe = rademacher(like, seed)
-    return [z * b for z, b in zip(probe, product(probe), strict=True)]
+    """One-probe estimate of the diagonal of B with Rademacher probes, a function of ``seed``. One product."""
+    return hutchinson(product, like, _generator(like, seed))
 
 
 def squared_gradient_diagonal(product: Callable[[Vector], list[Tensor]], gradient: Vector) -> list[Tensor]:
@@ -32,24 +29,13 @@ def squared_gradient_diagonal(product: Callable[[Vector], list[Tensor]], gradien
     return [s * (along / fourth if fourth > 0.0 else 0.0) for s in squared]
 
 
-def rademacher(like: Vector, seed: int) -> list[Tensor]:
-    """Independent ±1 shaped like ``like``, a function of ``seed`` alone."""
-    generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in like}
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format)
-        .bernoulli_(0.5, generator=generators[t.device])
-        .mul_(2.0)
-        .sub_(1.0)
-        for t in like
-    ]
-
-
 def normal(like: Vector, seed: int) -> list[Tensor]:
     """Independent standard normal variates shaped like ``like``, a function of ``seed`` alone."""
-    generators = {t.device: torch.Generator(t.device).manual_seed(seed) for t in like}
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format).normal_(generator=generators[t.device]) for t in like
-    ]
+    return probe(like, _generator(like, seed), "normal")
+
+
+def _generator(like: Vector, seed: int) -> torch.Generator:
+    return torch.Generator(like[0].device).manual_seed(seed)
 
 
 def inverse_power(diagonal: Vector, damping: float, power: float) -> Callable[[Vector], list[Tensor]]:
