@@ -14,35 +14,43 @@ from torch.utils.checkpoint import CheckpointFunction
 from sorder.curvature.errors import CurvatureError, MissingDerivativeError, remedy, warn_once
 
 
-def python_nodes(root: Tensor) -> list[Any]:
-    """Nodes of ``autograd.Function`` classes in the graph of ``root``."""
-    found: list[Any] = []
+def nodes(root: Tensor) -> Iterator[Any]:
+    """Every node of the graph of ``root``, once."""
     seen, queue = set(), [root.grad_fn]
     while queue:
         node = queue.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            found.append(node)
+        yield node
         queue.extend(parent for parent, _ in node.next_functions)
-    return found
 
 
-def names(nodes: Sequence[Any]) -> list[str]:
-    """Names of the classes behind ``nodes``."""
-    return sorted({type(node).__name__.removesuffix("Backward") for node in nodes})
+def python_nodes(root: Tensor) -> list[Any]:
+    """Nodes of ``autograd.Function`` classes in the graph of ``root``."""
+    return [node for node in nodes(root) if isinstance(node, BackwardCFunction)]
 
 
-def refuse_reentrant_checkpoints(nodes: Sequence[Any]) -> None:
+def coarsest_eps(root: Tensor) -> float:
+    """The largest machine epsilon of what the graph of ``root`` computes, such as of an autocast region inside."""
+    dtypes = {root.dtype} | {output.dtype for node in nodes(root) for output in node._input_metadata}
+    return max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+
+
+def names(functions: Sequence[Any]) -> list[str]:
+    """Names of the classes behind the nodes ``functions``."""
+    return sorted({type(node).__name__.removesuffix("Backward") for node in functions})
+
+
+def refuse_reentrant_checkpoints(functions: Sequence[Any]) -> None:
     """CurvatureError if there is one: the parameters inside are not in the graph, and would count as unused."""
-    if any(getattr(type(node), "_forward_cls", None) is CheckpointFunction for node in nodes):
+    if any(getattr(type(node), "_forward_cls", None) is CheckpointFunction for node in functions):
         operation = "torch.utils.checkpoint with use_reentrant=True"
         raise CurvatureError(f"{operation} hides parameters from the graph. Remedy: {remedy(operation)}.")
 
 
 @contextmanager
-def watch_for_cuts(nodes: Sequence[Any]) -> Iterator[None]:
+def watch_for_cuts(functions: Sequence[Any]) -> Iterator[None]:
     """Context of a backward pass with ``create_graph=True``: finds Functions whose backward leaves no graph.
 
     ``once_differentiable`` and backwards that detach give gradients that are constant to autograd, and their part of
@@ -71,7 +79,7 @@ def watch_for_cuts(nodes: Sequence[Any]) -> Iterator[None]:
 
         return node.register_hook(look)
 
-    handles = [attach(node) for node in nodes]
+    handles = [attach(node) for node in functions]
     try:
         yield
     finally:

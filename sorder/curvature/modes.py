@@ -12,6 +12,7 @@ from sorder.curvature.evaluation import Evaluation
 from sorder.curvature.graph import python_nodes, watch_for_cuts
 from sorder.curvature.split import Position, SplitRecorder
 from sorder.curvature.substitution import dual_parameters, functional
+from sorder.func.gradient import grad_and_value
 from sorder.func.written_out import WrittenOut
 
 Vector = Sequence[Tensor]
@@ -52,15 +53,15 @@ def hessian_by_substitution(
     """v ↦ ``torch.func.jvp(grad(f))``, f the closure with its parameters substituted; nothing is kept."""
     substituted = functional(lambda: run().root, params, used)
 
-    def root(*values: Tensor) -> Tensor:
+    def root(*values: Tensor) -> tuple[Tensor, tuple[()]]:
         with WrittenOut(norms=False):
-            return substituted(*values)
+            return substituted(*values), ()
 
-    gradient = torch.func.grad_and_value(root, argnums=tuple(range(len(params))))
+    gradient = grad_and_value(root, keep_graph=lambda _: False)
 
     def product(v: Vector) -> list[Tensor]:
         values = tuple(p.detach() for p in params)
-        (found, value), (tangents, _) = torch.func.jvp(gradient, values, tuple(v))[:2]
+        (found, (value, _)), (tangents, _) = torch.func.jvp(gradient, values, tuple(v))[:2]
         check([value], found)
         return zeros_for_none(tangents, params)
 

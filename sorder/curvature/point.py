@@ -15,7 +15,7 @@ from sorder.curvature import modes
 from sorder.curvature.errors import MissingDerivativeError, missing_derivative
 from sorder.curvature.evaluation import Closure, Evaluation, added, run_closure, total
 from sorder.curvature.fallback import FORWARD, REVERSE, first_that_works
-from sorder.curvature.graph import names, python_nodes, refuse_reentrant_checkpoints
+from sorder.curvature.graph import coarsest_eps, names, python_nodes, refuse_reentrant_checkpoints
 from sorder.curvature.loss_watch import LossWatch
 from sorder.curvature.modes import Product, Vector
 from sorder.curvature.replay import Replay
@@ -174,9 +174,10 @@ class CurvaturePoint:
         suspects = names(python_nodes(split.outputs[0]))
 
         values = [z.detach() for z in split.outputs]
+        tolerance = _tolerance(split.outputs)
 
         def check(found: Sequence[Tensor]) -> None:
-            if modes.relative_difference(found, values) > _tolerance([*values, *self.params], self._autocast):
+            if modes.relative_difference(found, values) > tolerance:
                 raise MissingDerivativeError(RANDOMNESS)
 
         def dual() -> Product:
@@ -221,7 +222,7 @@ class CurvaturePoint:
         used = [i for i, g in enumerate(gradient) if g is not None]
 
         loss = root.detach()
-        tolerance = _tolerance([root, *self.params], self._autocast)
+        tolerance = _tolerance([root])
 
         def check(found: Sequence[Tensor], found_gradient: Sequence[Tensor | None]) -> None:
             # Near a minimum gradients differ by rounding alone; other masks also change the loss.
@@ -330,10 +331,9 @@ def _no_product(v: Vector) -> list[Tensor]:
     raise RuntimeError("this point was made with kind=None, for loss and gradient alone")
 
 
-def _tolerance(tensors: Sequence[Tensor], autocast: dict[str, torch.dtype]) -> float:
+def _tolerance(roots: Sequence[Tensor]) -> float:
     """Relative difference up to which two runs count as the same: kernels may differ, random masks may not."""
-    eps = max(torch.finfo(dtype).eps for dtype in (*(t.dtype for t in tensors), *autocast.values()))
-    return min(0.1, 4.0 * eps**0.5)
+    return min(0.1, 4.0 * max(coarsest_eps(root) for root in roots) ** 0.5)
 
 
 @contextmanager

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sorder.func._arguments import Argnums, check_scalar
-from sorder.func.ggn import gauss_newton_product, through_loss_call
+from sorder.func._arguments import Argnums
+from sorder.func.ggn import gauss_newton_product, swap_hint, through_loss_call
 from sorder.func.loss_call import LossCall, find_loss_call
 
 
@@ -40,7 +40,7 @@ def fvp(
             labels, as one Fisher matrix through several products needs.
 
     Returns:
-        The product, like ``tangents``; with ``has_aux`` the pair (product, aux).
+        The product, like the differentiated arguments; with ``has_aux`` the pair (product, aux).
 
     Raises:
         ValueError: ``loss_fn`` is none of these losses; or as :func:`sorder.func.hvp`.
@@ -54,18 +54,19 @@ def fvp(
                 [ 0.2500, -0.2500]])
     """
 
-    def output_map(outputs: Any, moved: Any) -> Any:
+    def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
         call = find_loss_call(loss_fn, outputs)
         if call is None:
+            checked(outputs)  # an error of its own, or a result that is no scalar, says more
             raise ValueError(
                 "loss_fn must return F.cross_entropy, F.nll_loss, F.mse_loss or F.binary_cross_entropy_with_logits "
                 "(reduction 'mean' or 'sum') of the model's outputs, or of a view of them: other losses name no "
-                "distribution to draw labels from"
+                f"distribution to draw labels from{swap_hint(outputs)}"
             )
         labels = call.sample(generator)
         return through_loss_call(loss_fn, outputs, moved, lambda found, u: LossCall.fvp(found, u, labels))
 
-    return gauss_newton_product(model_fn, primals, tangents, argnums, has_aux, output_map)
+    return gauss_newton_product(model_fn, loss_fn, primals, tangents, argnums, has_aux, output_map)
 
 
 def empirical_fvp(
@@ -104,22 +105,18 @@ def empirical_fvp(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if not isinstance(sample_dims, int) or sample_dims < 1:
+        raise ValueError(f"sample_dims must be an integer of at least 1, got {sample_dims!r}")
 
-    def output_map(outputs: Any, moved: Any) -> Any:
+    def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
         shapes = {tuple(leaf.shape[:sample_dims]) for leaf in tree_leaves(outputs)}
-        if sample_dims < 1 or len(shapes) != 1 or len(next(iter(shapes))) != sample_dims:
+        if len(shapes) != 1 or len(next(iter(shapes))) != sample_dims:
             raise ValueError(
                 f"sample_dims must name leading dimensions that all outputs share, got {sample_dims} for outputs of "
-                f"shapes {[tuple(leaf.shape) for leaf in tree_leaves(outputs)]}"
+                f"shapes {[tuple(leaf.shape) for leaf in tree_leaves(outputs)]}{swap_hint(outputs)}"
             )
         # ∇loss holds gₙ/N for a mean: Σₙ gₙ gₙᵀ/N is N times the outer products of its rows.
         count = prod(next(iter(shapes))) if reduction == "mean" else 1
-
-        def checked(out: Any) -> Tensor:
-            value = loss_fn(out)
-            check_scalar("loss_fn", value)
-            return value
-
         gradient = torch.func.grad(checked)(outputs)
         slopes = [
             (g * u).flatten(sample_dims).sum(-1) if g.dim() > sample_dims else g * u
@@ -128,4 +125,4 @@ def empirical_fvp(
         slope = count * torch.stack(slopes).sum(0)
         return tree_map(lambda g: g * slope.reshape(slope.shape + (1,) * (g.dim() - sample_dims)), gradient)
 
-    return gauss_newton_product(model_fn, primals, tangents, argnums, has_aux, output_map)
+    return gauss_newton_product(model_fn, loss_fn, primals, tangents, argnums, has_aux, output_map)

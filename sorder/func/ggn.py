@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from sorder.func._arguments import Argnums, check_scalar, moving
+from sorder.func._arguments import Argnums, check_callable, check_scalar, moving, split_aux
 from sorder.func.ambient import RandomState
 from sorder.func.hvp import hvp
 from sorder.func.loss_call import LossCall, find_loss_call
@@ -40,10 +41,11 @@ def ggnvp(
         has_aux: whether ``model_fn`` returns a second value, a pytree of tensors handed through. Default False.
 
     Returns:
-        The product, like ``tangents``; with ``has_aux`` the pair (product, aux).
+        The product, like the differentiated arguments; with ``has_aux`` the pair (product, aux).
 
     Raises:
-        ValueError, TypeError: as :func:`sorder.func.hvp`.
+        ValueError, TypeError: as :func:`sorder.func.hvp`; ``model_fn`` returns other things than floating-point
+            tensors; ``model_fn`` and ``loss_fn`` are swapped.
 
     Example:
         >>> W, x, y = torch.eye(2), torch.tensor([[1.0, 2.0]]), torch.tensor([1])
@@ -52,46 +54,97 @@ def ggnvp(
         tensor([[ 0.1966, -0.1966],
                 [ 0.3932, -0.3932]])
     """
-    return gauss_newton_product(
-        model_fn, primals, tangents, argnums, has_aux, lambda out, u: output_product(loss_fn, out, u)
-    )
+
+    def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
+        if find_loss_call(loss_fn, outputs) is not None:
+            return through_loss_call(loss_fn, outputs, moved, LossCall.hvp)
+        return hvp(checked, (outputs,), moved, argnums=0)
+
+    return gauss_newton_product(model_fn, loss_fn, primals, tangents, argnums, has_aux, output_map)
 
 
 def gauss_newton_product(
     model_fn: Callable[..., Any],
+    loss_fn: Callable[[Any], Tensor],
     primals: tuple[Any, ...],
     tangents: Any,
     argnums: Argnums,
     has_aux: bool,
-    output_map: Callable[[Any, Any], Any],
+    output_map: Callable[[Callable[[Any], Tensor], Any, Any], Any],
 ) -> Any:
-    """Jᵀ B(J v), with B u = ``output_map(outputs, u)``."""
-    m = moving(model_fn, primals, tangents, argnums)
+    """Jᵀ B(J v), with B u = ``output_map(checked, outputs, u)``; ``checked`` is ``loss_fn``, its result checked."""
+    m = moving("model_fn", model_fn, primals, tangents, argnums)
+    check_callable("loss_fn", loss_fn)
     leaves = torch.utils._pytree.tree_leaves((m.primals, primals))
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     before = RandomState(devices)
+
+    def model(*values: Any) -> Any:
+        try:
+            returned = m.function(*values)
+        except Exception as error:
+            raise_if_swapped(model_fn, loss_fn, primals, error)
+            raise
+        out, aux = split_aux("model_fn", returned, has_aux)
+        _check_outputs(out)
+        return (out, aux) if has_aux else out
+
+    def checked(out: Any) -> Tensor:
+        try:
+            value = loss_fn(out)
+        except Exception as error:
+            raise_if_swapped(model_fn, loss_fn, primals, error)
+            raise
+        check_scalar("loss_fn", value, swap_hint(out))
+        return value
+
     # Two passes rather than one that records both: no graph of the tangents is kept.
-    forward: Any = torch.func.jvp(m.function, m.primals, m.tangents, has_aux=has_aux)
+    forward: Any = torch.func.jvp(model, m.primals, m.tangents, has_aux=has_aux)
     out, moved = forward[:2]
-    cotangent = output_map(out, moved)
+    cotangent = output_map(checked, out, moved)
     del out, moved, forward  # the second pass has outputs of its own
     with before.replay(devices):
-        result: Any = torch.func.vjp(m.function, *m.primals, has_aux=has_aux)
+        result: Any = torch.func.vjp(model, *m.primals, has_aux=has_aux)
     product = m.result(result[1](cotangent))
     return (product, result[2]) if has_aux else product
 
 
-def output_product(loss_fn: Callable[[Any], Tensor], outputs: Any, tangents: Any) -> Any:
-    """Hessian of ``loss_fn`` in ``outputs`` times ``tangents``, in closed form where there is one."""
-    if find_loss_call(loss_fn, outputs) is not None:
-        return through_loss_call(loss_fn, outputs, tangents, LossCall.hvp)
+def swap_hint(outputs: Any) -> str:
+    """What to ask where a loss fails on outputs that look like a loss."""
+    scalar = isinstance(outputs, Tensor) and outputs.dim() == 0
+    return "; model_fn returns a scalar: are model_fn and loss_fn swapped?" if scalar else ""
 
-    def checked(out: Any) -> Tensor:
-        value = loss_fn(out)
-        check_scalar("loss_fn", value)
-        return value
 
-    return hvp(checked, (outputs,), tangents, argnums=0)
+def raise_if_swapped(
+    model_fn: Callable[..., Any], loss_fn: Callable[..., Any], primals: tuple[Any, ...], error: Exception
+) -> None:
+    """Raise ValueError from ``error`` if the two functions work in the other order."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return
+    try:
+        with torch.no_grad():
+            value = model_fn(loss_fn(*primals))
+    except Exception:
+        return
+    if isinstance(value, Tensor) and value.dim() == 0:
+        raise ValueError(
+            f"model_fn and loss_fn look swapped: model_fn maps primals to outputs, and comes first; loss_fn maps "
+            f"outputs to a scalar. As given they fail with {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_outputs(outputs: Any) -> None:
+    leaves = tree_flatten_with_path(outputs)[0]
+    if not leaves:
+        raise TypeError(f"model_fn must return tensors, got {outputs!r}")
+    for path, leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            got = str(leaf.dtype) if isinstance(leaf, Tensor) else type(leaf).__name__
+            place = f" at {keystr(path)}" if path else ""
+            raise TypeError(
+                f"model_fn must return a pytree of floating-point tensors, got {got}{place}; "
+                "with has_aux=True it can return other values beside them"
+            )
 
 
 def through_loss_call(

@@ -8,7 +8,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sorder.func._arguments import Argnums, Moving, check_scalar, moving
+from sorder.func._arguments import Argnums, Moving, check_scalar, moving, split_aux
+from sorder.func.gradient import grad_and_value, is_differentiated, is_recorded
 from sorder.func.written_out import WrittenOut
 
 Mode = Literal["forward-over-reverse", "reverse-over-reverse", "reverse-over-forward"]
@@ -39,17 +40,19 @@ def hvp(
     Args:
         f: function of ``primals`` that returns a scalar tensor, or ``(scalar, aux)`` with ``has_aux``.
         primals: tuple of arguments; those differentiated are pytrees of floating-point tensors.
-        tangents: like the differentiated arguments: a tuple of pytrees, or with an int ``argnums`` one pytree.
+        tangents: like the differentiated arguments, in their shapes, dtypes and devices: a tuple of pytrees, or with an
+            int ``argnums`` one pytree. Entries of dicts are matched by key.
         argnums: which of ``primals`` are differentiated. Default: all.
         has_aux: whether ``f`` returns a second value, a pytree of tensors handed through. Default False.
         mode: as above.
 
     Returns:
-        The product, like ``tangents``; with ``has_aux`` the pair (product, aux).
+        The product, like the differentiated arguments; with ``has_aux`` the pair (product, aux).
 
     Raises:
-        ValueError: ``f`` does not return a scalar; shapes or structures differ; ``mode`` is unknown.
-        TypeError: a differentiated leaf is not a floating-point tensor.
+        ValueError: ``f`` does not return a scalar; a tangent's shape, dtype, device or place in the structure is not
+            its primal's; ``argnums`` or ``mode`` is out of range.
+        TypeError: ``f`` is not callable; a differentiated leaf is not a floating-point tensor.
 
     Example:
         >>> hvp(lambda x: (x**3).sum(), (torch.tensor([1.0, 2.0]),), (torch.tensor([1.0, 1.0]),))
@@ -81,15 +84,16 @@ def value_grad_hvp(
     """
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}")
-    m = moving(f, primals, tangents, argnums)
+    m = moving("f", f, primals, tangents, argnums)
 
     norms = mode == "reverse-over-forward" or _is_mapped((m.primals, m.tangents))
 
     def with_aux(*values: Any) -> tuple[Any, Any]:
         with WrittenOut(norms, dropout=True):
             out = m.function(*values)
-        value, aux = out if has_aux else (out, ())
-        check_scalar("f", value)
+        value, aux = split_aux("f", out, has_aux)
+        pair = not has_aux and isinstance(value, tuple) and len(value) == 2
+        check_scalar("f", value, "; a function that returns (scalar, aux) needs has_aux=True" if pair else "")
         return value, aux
 
     value, gradient, product, aux = _MODES[mode](with_aux, m)
@@ -102,21 +106,20 @@ def _is_mapped(tree: Any) -> bool:
     return any(torch._C._functorch.is_batchedtensor(leaf) for leaf in tree_leaves(tree))
 
 
-def _gradient(f: Callable[..., Any], m: Moving) -> Callable[..., Any]:
-    """x ↦ (∇f(x), (f(x), aux)) for an ``f`` with aux."""
-    return torch.func.grad_and_value(f, argnums=tuple(range(len(m.primals))), has_aux=True)
-
-
 def _forward_over_reverse(f: Callable[..., Any], m: Moving) -> tuple[Any, ...]:
-    result: Any = torch.func.jvp(_gradient(f, m), m.primals, m.tangents, has_aux=True)
+    nested = is_differentiated(m.tangents)
+    gradient_of = grad_and_value(f, lambda value: nested or is_recorded(value))
+    result: Any = torch.func.jvp(gradient_of, m.primals, m.tangents, has_aux=True)
     gradient, product, (value, aux) = result
     return value, gradient, product, aux
 
 
 def _reverse_over_reverse(f: Callable[..., Any], m: Moving) -> tuple[Any, ...]:
-    result: Any = torch.func.vjp(_gradient(f, m), *m.primals, has_aux=True)
+    nested = is_differentiated(m.tangents)
+    result: Any = torch.func.vjp(grad_and_value(f, lambda _: True), *m.primals, has_aux=True)
     gradient, pull, (value, aux) = result
-    return value, gradient, pull(m.tangents), aux
+    product = pull(m.tangents, retain_graph=False, create_graph=nested or is_recorded(value))
+    return value, gradient, product, aux
 
 
 def _reverse_over_forward(f: Callable[..., Any], m: Moving) -> tuple[Any, ...]:

@@ -251,6 +251,22 @@ def test_a_closure_that_is_another_function_each_time_is_noticed() -> None:
         point.product([torch.ones_like(p)])
 
 
+def test_rounding_in_an_inner_autocast_region_is_not_taken_for_randomness(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(16, 16), torch.randn(64, 16)
+    runs = iter((1.0, *[1.0 + 2.0**-8] * 9))  # other kernels, as CUDA may choose, move a bfloat16 by its last bit
+
+    def closure() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = model(x) * next(runs)
+        return outputs.float().square().mean()
+
+    point = CurvaturePoint(closure, list(model.parameters()), "hessian", mode="forward-over-reverse")
+    product = point.product([torch.ones_like(p) for p in model.parameters()])
+    assert not recwarn
+    assert product[0].norm() > 0.1
+
+
 # ---------------------------------------------------------------------- operations without derivatives
 
 
