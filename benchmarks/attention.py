@@ -218,7 +218,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         axis.set(title=f"8 heads of width {d}, causal, bfloat16", xlabel="sequence length")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("milliseconds")
-    axes[0].legend()
+    axes[1].legend(loc="lower right", fontsize="small")
     figure.suptitle(f"{results['environment']['device']}, torch {results['environment']['torch']}")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
