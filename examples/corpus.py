@@ -29,8 +29,11 @@ class Corpus:
 
     @property
     def fingerprint(self) -> int:
-        """Tells whether two runs read the same bytes."""
-        return zlib.crc32(self.train.numpy().tobytes())
+        """Tells whether two runs read the same bytes, and hold the same ones out."""
+        number = zlib.crc32(len(self.train).to_bytes(8, "little"))
+        for part in (self.train, self.held_out):
+            number = zlib.crc32(part.numpy().data, number)
+        return number
 
     def batch(self, step: int, batch: int, context: int, seed: int) -> Tensor:
         """(batch, context + 1) training tokens (int64). The windows are a function of ``seed`` and ``step`` alone."""
@@ -51,14 +54,14 @@ def load(data: str | None, context: int) -> Corpus:
     Raises:
         CorpusError: nothing is there, it cannot be read, or it is shorter than two contexts.
     """
-    source = data or sysconfig.get_paths()["stdlib"]
-    files = [p for p in _files(data) if p.stat().st_size] if data else list(_standard_library(Path(source)))
-    if not files:
-        raise CorpusError(f"no text: {source!r} names no file with a byte in it")
+    source = sysconfig.get_paths()["stdlib"] if data is None else data
     try:
-        texts = [path.read_bytes() for path in files]
+        files = list(_standard_library(Path(source)) if data is None else _files(source))
+        texts = [text for path in files if (text := path.read_bytes())]
     except OSError as error:
-        raise CorpusError(f"cannot read {error.filename}: {error.strerror}") from error
+        raise CorpusError(f"cannot read {error.filename or source}: {error.strerror or error}") from error
+    if not texts:
+        raise CorpusError(f"no text: {source!r} names no file with a byte in it")
     if len(texts) >= HELD_OUT_SHARE:
         train = b"".join(t for i, t in enumerate(texts) if i % HELD_OUT_SHARE != HELD_OUT_SHARE // 2)
         held_out = b"".join(texts[HELD_OUT_SHARE // 2 :: HELD_OUT_SHARE])
@@ -66,23 +69,27 @@ def load(data: str | None, context: int) -> Corpus:
         text = b"".join(texts)
         cut = len(text) - len(text) // HELD_OUT_SHARE
         train, held_out = text[:cut], text[cut:]
-    for name, part in (("training", train), ("held-out", held_out)):
-        if len(part) <= context:
-            raise CorpusError(f"context {context} is too long: the {name} text of {source!r} has {len(part)} bytes")
+    longest = min(len(train), len(held_out)) - 1
+    if context > longest:
+        raise CorpusError(
+            f"context {context} is too long for the {len(train)} training and {len(held_out)} held-out bytes of "
+            f"{source!r}; it takes {f'--context {longest} or less, or ' if longest > 0 else ''}a file of "
+            f"{HELD_OUT_SHARE * (context + 1)} bytes"
+        )
     return Corpus(*(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out)))
 
 
 def _files(data: str) -> list[Path]:
     path = Path(data)
     found = path.rglob("*") if path.is_dir() else map(Path, sorted(glob.glob(data, recursive=True)))
-    if not path.exists() and not glob.has_magic(data):
+    if not data or (not path.exists() and not glob.has_magic(data)):
         raise CorpusError(f"{data!r} does not exist")
     return sorted(p for p in found if p.is_file())
 
 
 def _standard_library(root: Path) -> Iterator[Path]:
     for path in sorted(root.rglob("*.py")):
-        if not SKIPPED & set(path.relative_to(root).parts) and path.stat().st_size:
+        if not SKIPPED & set(path.relative_to(root).parts):
             yield path
 
 

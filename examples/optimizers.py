@@ -1,9 +1,9 @@
-"""Newton-CG and its rivals under one name each."""
+"""Optimizers of sorder and their rivals, under one name each."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -13,41 +13,72 @@ from torch.optim import Optimizer
 import sorder
 
 # Newton-CG's own default is 1, the whole way to one batch's minimum; half the way is better for the other batches.
-LEARNING_RATES = {"newton-cg": 0.5, "adamw": 3e-3, "muon": 2e-2}
+# Sophia's and AdaHessian's come from short trials at the example's sizes on a CPU: for Sophia the best of 1e-3 to
+# 1.2e-2, for AdaHessian its default, since 0.3 gains little and 0.5 loses much.
+LEARNING_RATES = {
+    "newton-cg": 0.5,
+    "sophia-h": 2e-3,
+    "sophia-g": 2e-3,
+    "adahessian": 0.15,
+    "adamw": 3e-3,
+    "muon": 2e-2,
+}
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+CURVATURE = {
+    "newton-cg": sorder.NewtonCG,
+    "sophia-h": sorder.SophiaH,
+    "sophia-g": sorder.SophiaG,
+    "adahessian": sorder.AdaHessian,
+}
+# Lookahead wraps another optimizer. This Adahessian is sorder's, without the reference cycle of create_graph.
+NOT_FROM_TORCH_OPTIMIZER = {"lookahead", "adahessian"}
 
 
-def make(name: str, model: nn.Module, lr: float | None, **options: Any) -> Optimizer:
-    """The optimizer called ``name``: newton-cg, adamw, muon, or a class of torch-optimizer in any case.
-
-    ``lr`` and ``options`` are its keyword arguments; without ``lr`` it has the default above, or its own.
+def find(name: str) -> Callable[..., Optimizer]:
+    """The maker of the optimizer called ``name``, given the model: a key of LEARNING_RATES, or of torch-optimizer.
 
     Raises:
         ValueError: there is none of that name.
     """
-    if name in LEARNING_RATES:
-        return _built_in(name, model, LEARNING_RATES[name] if lr is None else lr, options)
+    if name in CURVATURE:
+        return lambda model, **options: CURVATURE[name](model.parameters(), **options)
+    if name == "adamw":
+        return lambda model, **options: torch.optim.AdamW(model.parameters(), **{**ADAMW, **options})
+    if name == "muon":
+        return MuonAndAdamW
     try:
-        import torch_optimizer
+        known = torch_optimizers()
     except ImportError:
         raise ValueError(f"optimizer {name!r} is not built in, and torch-optimizer is not installed") from None
-    members = vars(torch_optimizer).items()
-    known = {
-        n.lower(): c for n, c in members if isinstance(c, type) and issubclass(c, Optimizer) and c is not Optimizer
-    }
     if name not in known:
         raise ValueError(f"no optimizer {name!r}; there are {', '.join([*LEARNING_RATES, *sorted(known)])}")
-    if lr is not None:
-        options["lr"] = lr
-    return known[name](model.parameters(), **options)
+    kind = known[name]
+
+    def make_it(model: nn.Module, **options: Any) -> Optimizer:
+        if "lr" in options and inspect.signature(kind).parameters["lr"].default is None:
+            raise ValueError(f"{name} chooses its own learning rate, and takes no --lr")
+        return kind(model.parameters(), **options)
+
+    return make_it
 
 
-def _built_in(name: str, model: nn.Module, lr: float, options: dict[str, Any]) -> Optimizer:
-    if name == "newton-cg":
-        return sorder.NewtonCG(model.parameters(), lr=lr, **options)
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=lr, **{**ADAMW, **options})
-    return MuonAndAdamW(model, lr, **options)
+def torch_optimizers() -> dict[str, type[Optimizer]]:
+    """The classes of torch-optimizer that train a model by ``step()`` after ``backward()``, by lower-case name."""
+    import torch_optimizer
+
+    classes = [c for c in vars(torch_optimizer).values() if isinstance(c, type) and issubclass(c, Optimizer)]
+    named = {c.__name__.lower(): c for c in classes if c is not Optimizer}
+    return {name: c for name, c in named.items() if name not in NOT_FROM_TORCH_OPTIMIZER}
+
+
+def make(name: str, model: nn.Module, lr: float | None, **options: Any) -> Optimizer:
+    """The optimizer called ``name``; without ``lr`` it has the learning rate above, or its own.
+
+    Raises:
+        ValueError: there is none of that name, or it refuses an option.
+    """
+    lr = LEARNING_RATES.get(name) if lr is None else lr
+    return find(name)(model, **({} if lr is None else {"lr": lr}), **options)
 
 
 class MuonAndAdamW(Optimizer):
@@ -82,21 +113,40 @@ class MuonAndAdamW(Optimizer):
         self.param_groups = [g for part in self.parts for g in part.param_groups]
 
 
-def step(optimizer: Optimizer, loss: Callable[[], Tensor], curvature_loss: Callable[[], Tensor]) -> Tensor:
-    """One step on ``loss``, which Newton-CG differentiates itself; the others want its gradient in ``.grad``.
+def step(optimizer: Optimizer, loss: Callable[[], Tensor], curvature_loss: Callable[[], Any]) -> Tensor:
+    """One step on ``loss``, which sorder's optimizers differentiate themselves; the others want ``.grad``.
 
-    Most of a Newton-CG step is products with the curvature. On part of the batch they serve as well and cost less (Byrd
-    et al. 2011, *On the use of stochastic Hessian information*), so they get a loss of their own.
+    Curvature costs more than a gradient, and part of the batch serves as well for it (Byrd et al. 2011, *On the use of
+    stochastic Hessian information*), so it gets a loss of its own: for SophiaG a :func:`sorder.gnb_loss`.
     """
+    if isinstance(optimizer, tuple(CURVATURE.values())):
+        return cast(Any, optimizer).step(loss, curvature_closure=curvature_loss)
+    optimizer.zero_grad()
+    value = loss()
+    value.backward()
+    optimizer.step()
+    return value.detach()
+
+
+def scalars(optimizer: Optimizer) -> dict[str, float]:
+    """What the optimizer tells of its last step, by TensorBoard tag."""
     if isinstance(optimizer, sorder.NewtonCG):
-        return optimizer.step(loss, curvature_closure=curvature_loss)
-    second_order = type(optimizer).__name__ == "Adahessian"  # it differentiates the gradient once more
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        value = loss()
-        value.backward(create_graph=second_order)
-        return value
-
-    with sorder.exact_attention() if second_order else nullcontext():
-        return cast(Tensor, optimizer.step(closure)).detach()
+        newton = optimizer.last_step
+        assert newton is not None
+        return {
+            "newton-cg/CG iterations": newton.cg_iterations,
+            "newton-cg/products": newton.products,
+            "newton-cg/damping": newton.damping,
+            "newton-cg/reduction ratio": newton.reduction_ratio,
+            "newton-cg/curvature along the step": newton.curvature_along_step,
+            "newton-cg/step length": newton.step_length,
+        }
+    if isinstance(optimizer, sorder.SophiaH | sorder.SophiaG):
+        sophia = optimizer.last_step
+        assert sophia is not None
+        return {
+            "sophia/win rate": sophia.win_rate,
+            "sophia/curvature norm": sophia.curvature_norm,
+            "sophia/update norm": sophia.update_norm,
+        }
+    return {}

@@ -105,6 +105,40 @@ def gauss_newton_bartlett(gradient: Vector, rows: float) -> list[Tensor]:
     return [g.square() / rows for g in gradient]
 
 
+def empirical(gradients: Sequence[Vector], rows: int = 1) -> list[Tensor]:
+    """The diagonal of the empirical Fisher matrix, the mean of g∘g over the gradients g of single rows.
+
+    With batches of one row it is that mean. From gradients ḡ of larger batches it is unbiased if their rows are
+    independent draws: N = K·``rows`` rows in all, with C the sample variance of the K gradients times ``rows``, which
+    estimates the variance of single rows' gradients, and ḡ their mean, it is C + (ḡ∘ḡ − C/N). The square of one
+    batch's gradient times its rows, which some optimizers use, exceeds it by (``rows`` − 1) times the mean gradient's
+    square.
+
+    The labels are those of the data, so that this is not the Gauss–Newton matrix's diagonal, nor the Hessian's, unless
+    the model fits them (Kunstner, Balles & Hennig 2019); :func:`gauss_newton_bartlett` samples them.
+
+    Args:
+        gradients: K gradients, each of the mean loss of a batch. rows: in every batch. Default 1.
+
+    Raises:
+        ValueError: ``gradients`` is empty, or has one entry of several rows, or ``rows`` is less than 1.
+
+    Example:
+        >>> empirical([[torch.tensor([1.0, 2.0])], [torch.tensor([3.0, 0.0])]])
+        [tensor([5., 2.])]
+    """
+    count = len(gradients)
+    if rows < 1 or count < (1 if rows == 1 else 2):
+        raise ValueError(f"gradients must be one or more, two with several rows each; got {count} with rows={rows}")
+    found = []
+    for same in zip(*gradients, strict=True):
+        stacked = torch.stack(same)
+        mean = stacked.mean(0)
+        variance = rows * (stacked - mean).square().sum(0) / max(1, count - 1)
+        found.append(variance * (1.0 - 1.0 / (count * rows)) + mean.square())
+    return found
+
+
 def probe(like: Vector, generator: torch.Generator, distribution: str = "rademacher") -> list[Tensor]:
     """Independent random entries of mean 0 and variance 1, shaped like ``like``: ±1 or standard normal."""
     drawn = []

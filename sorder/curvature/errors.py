@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 
 import torch
+
+from sorder.func._user_warning import warn_user
 
 
 class CurvatureError(RuntimeError):
@@ -97,7 +98,7 @@ _warned: set[str] = set()
 
 
 def warn_once(key: str, message: str) -> None:
-    """Warn with ``message`` unless ``key`` was warned about in this process."""
+    """Warn with ``message``, at the user's line, unless ``key`` was warned about in this process."""
     if key not in _warned:
         _warned.add(key)
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warn_user(message, RuntimeWarning)

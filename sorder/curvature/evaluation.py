@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 from unittest import mock
 
@@ -34,10 +35,35 @@ class Evaluation:
     gradient: list[Tensor | None] | None = None
 
 
+class PlainClosure:
+    """A closure for an optimizer that steps by loss, gradient and curvature of one function.
+
+    :func:`run_closure` refuses it where it changes ``.grad`` after ``backward``, as gradient clipping does: that would
+    be the gradient of another function than the loss.
+    """
+
+    def __init__(self, closure: Closure) -> None:
+        self._closure = closure
+
+    def __call__(self) -> Any:
+        return self._closure()
+
+
 @dataclass
 class _BackwardCalls:
+    """The ``backward`` calls of one run; ``written`` holds what they left in ``.grad``, with its version then."""
+
     roots: list[Tensor] = field(default_factory=list)
     gradient: list[Tensor | None] | None = None
+    written: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    changed: set[int] = field(default_factory=set)
+
+    def look(self, params: Sequence[Tensor]) -> None:
+        """Note the parameters whose ``.grad`` was changed since; one set to None was not."""
+        for i, (grad, version) in self.written.items():
+            now = params[i].grad
+            if now is not None and (now is not grad or now._version != version):
+                self.changed.add(i)
 
 
 def run_closure(
@@ -57,14 +83,26 @@ def run_closure(
 
     Raises:
         TypeError: the closure returned neither a loss nor ``(loss, outputs)``.
-        ValueError: the loss is not a scalar, or has no graph and ``backward`` was not called.
+        ValueError: the loss is not a scalar, or has no graph and ``backward`` was not called; a
+            :class:`PlainClosure` changed ``.grad``.
     """
     calls = _BackwardCalls()
     with torch.set_grad_enabled(graph), _intercept_backward(calls, params, differentiate, gradients), eager():
         result = closure()
     loss, outputs = _split(result)
+    if differentiate and isinstance(closure, PlainClosure):
+        calls.look(params)
+        if calls.changed:
+            i = min(calls.changed)
+            raise ValueError(
+                f"the closure changed .grad after backward() (of parameter {i}, shape {tuple(params[i].shape)}), as "
+                "gradient clipping, unscaling and averaging over ranks do: the step would follow another function's "
+                "gradient than the loss's and the curvature's. Leave the gradient as it is; to bound steps use "
+                "max_step_norm= or damping_update='trust-region', to average over ranks process_group="
+            )
     if calls.roots:
-        root = total(calls.roots)
+        with torch.set_grad_enabled(graph):  # which a step has off
+            root = total(calls.roots)
     elif isinstance(loss, Tensor) and (loss.requires_grad or not differentiate):
         root = loss
     else:
@@ -74,24 +112,53 @@ def run_closure(
         )
     if root.numel() != 1:
         raise ValueError(f"closure must return a scalar loss, got one of shape {tuple(root.shape)}")
+    if root.dim():
+        with torch.set_grad_enabled(graph):
+            root = root.reshape(())
     returned = loss.detach() if isinstance(loss, Tensor) else loss
-    return Evaluation(root.reshape(()) if root.dim() else root, returned, outputs, calls.gradient)
+    return Evaluation(root, returned, outputs, calls.gradient)
 
 
 def total(losses: Sequence[Tensor]) -> Tensor:
     """Sum of scalars, on the device of the first."""
-    first = losses[0]
-    return first if len(losses) == 1 else torch.stack([loss.to(first).reshape(()) for loss in losses]).sum()
+    found = losses[0]
+    for loss in losses[1:]:
+        # Not torch.stack: a sum is recognised as one of loss functions by the additions.
+        found = found + (loss if loss.shape == found.shape else loss.reshape(found.shape)).to(found)
+    return found
 
 
 def _split(result: Any) -> tuple[Any, Any]:
+    allowed = "closure must return the loss, a scalar tensor, or (loss, outputs)"
+    loss, outputs = result, None
     if isinstance(result, (tuple, list)):
         if len(result) != 2:
-            raise TypeError(f"closure must return loss or (loss, outputs), got {len(result)} values")
-        return result[0], result[1]
-    if result is None:
-        raise TypeError("closure must return the loss or (loss, outputs), got None")
-    return result, None
+            raise TypeError(f"{allowed}, got {len(result)} values")
+        loss, outputs = result
+    if isinstance(loss, Tensor) and not loss.is_complex():
+        return loss, outputs
+    # A number passes where backward() was called.
+    if isinstance(loss, Number) and not isinstance(loss, complex):
+        return loss, outputs
+    place = "" if loss is result else " in place of the loss"
+    raise TypeError(f"{allowed}, got {_kind(loss)}{place}{_where_the_loss_is(loss)}")
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {', '.join(map(repr, list(value)[:6]))}"
+    return f"a {type(value).__name__}" + (f", {value!r}" if isinstance(value, (str, complex)) else "")
+
+
+def _where_the_loss_is(value: Any) -> str:
+    """Advice for results that hold the loss, such as the outputs of Hugging Face's models."""
+    if isinstance(value, Mapping) and "loss" in value:
+        return ": return its entry 'loss'"
+    return ": return its attribute .loss" if isinstance(getattr(value, "loss", None), Tensor) else ""
 
 
 def _describe(loss: Any) -> str:
@@ -141,9 +208,11 @@ def _intercept_backward(
                 calls.gradient = added(calls.gradient or [None] * len(params), found)
             else:
                 found = [g if g is None else g.clone() for g in gradients or ()]
-            for p, g in zip(params, found, strict=False):
+            calls.look(params)
+            for i, (p, g) in enumerate(zip(params, found, strict=False)):
                 if g is not None and (wanted is None or id(p) in wanted):
                     p.grad = g if p.grad is None else p.grad.detach() + g
+                    calls.written[i] = (p.grad, p.grad._version)
 
     with mock.patch.object(torch.autograd, "backward", backward):
         yield

@@ -113,7 +113,8 @@ class _Tables:
 class LossWatch(FirstCallMode):
     """Context in which losses are recorded; :meth:`find` tells whether a scalar is a sum of them.
 
-    ``on_generator`` is called with every ``torch.Generator`` that an operation is about to draw from.
+    ``on_generator`` is called with every ``torch.Generator`` that an operation is about to draw from. ``seen`` names
+    the losses met.
 
     Example:
         >>> z = torch.randn(4, 3, requires_grad=True)
@@ -128,6 +129,7 @@ class LossWatch(FirstCallMode):
         self._on_generator = on_generator
         self._tables = _Tables()
         self._calls = 0
+        self.seen: list[str] = []
 
     def find(self, root: Tensor) -> LossSum | None:
         """The sum of losses that ``root`` is, or None."""
@@ -184,6 +186,8 @@ class LossWatch(FirstCallMode):
             call = WatchedCall(function, first, others, (number, name))
         if call is not None:
             self._record(result, call)
+            if function.__name__ not in self.seen:
+                self.seen.append(function.__name__)
         return result
 
     def _record(self, result: Tensor, call: WatchedCall) -> None:
@@ -237,10 +241,15 @@ def _scaled(found: LossSum, factor: float) -> LossSum:
 
 
 def _times(found: LossSum, factor: Any, power: int) -> LossSum | None:
+    if isinstance(factor, complex) or (isinstance(factor, Tensor) and factor.is_complex()):
+        return None
     if isinstance(factor, Tensor) and factor.numel() != 1:
         sign = 1.0 if bool((factor >= 0).all()) else -1.0 if bool((factor <= 0).all()) else 0.0
         return None if sign == 0.0 else LossSum(_scaled(found, sign).terms, exact=False)
-    value = float(factor)
+    try:
+        value = float(factor)
+    except (TypeError, ValueError):  # torch decides whether it can be multiplied
+        return None
     if value == 0.0 and power < 0:
         return None
     return _scaled(found, value**power)

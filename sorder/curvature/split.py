@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from sorder.curvature.errors import warn_once
 from sorder.curvature.evaluation import Evaluation
 from sorder.curvature.loss_watch import SPLITS, LossSum, LossWatch, bind
 from sorder.curvature.output_curvature import (
@@ -79,6 +80,13 @@ def find_split(evaluation: Evaluation, watch: LossWatch, kind: str | None, sign:
         raise ValueError(
             "curvature='ggn' needs the model's outputs: return (loss, outputs) from the closure with outputs "
             "still attached to the graph, or return the result of a torch loss function such as cross_entropy"
+        )
+    if losses is None and watch.seen:
+        warn_once(
+            "auto takes the Hessian",
+            f"curvature 'auto' takes the Hessian: the closure calls {', '.join(watch.seen)}, but the loss that it "
+            "returns is something else, such as a sum with a penalty written by hand. For the Gauss-Newton matrix pass "
+            "the penalty as weight_decay= of the optimizer, or return (loss, outputs); for the Hessian say 'hessian'.",
         )
     return None
 

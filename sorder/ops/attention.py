@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, SupportsFloat, overload
 
 import torch
 
@@ -11,6 +11,15 @@ from sorder.ops.functions import Attention, apply
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MAX_WIDTH = 256
+_REPEAT = "repeat the key and value heads with repeat_interleave(query.shape[-3] // key.shape[-3], -3)"
+
+
+class NotServedError(NotImplementedError):
+    """A feature that is not supported yet: ``reason``, and what to do about it."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(f"{reason}. {remedy}.")
+        self.reason = reason
 
 
 @overload
@@ -74,17 +83,20 @@ def attention(
     in ``sorder/kernels/backward_tangent.py``.
     """
     if attn_mask is not None:
-        raise NotImplementedError(
-            f"attn_mask of shape {tuple(attn_mask.shape)}: masks are not supported yet. Use is_causal=True for a "
-            "causal mask, or materialised attention (torch.nn.attention.sdpa_kernel(SDPBackend.MATH)) for others."
+        if not isinstance(attn_mask, torch.Tensor):
+            raise TypeError(f"attn_mask must be a tensor or None, got {type(attn_mask).__name__}")
+        raise NotServedError(
+            f"attn_mask of shape {tuple(attn_mask.shape)}: masks (padding, bias) are not supported yet",
+            "Use is_causal=True for a causal mask, pack sequences without padding, or take materialised attention "
+            "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH))",
         )
     if dropout_p != 0.0:
-        raise NotImplementedError(
-            f"dropout_p={dropout_p}: attention dropout is not supported yet; the nearest that works is dropout_p=0.0."
+        raise NotServedError(
+            f"dropout_p={dropout_p}: attention dropout is not supported yet", "The nearest that works is dropout_p=0.0"
         )
     if enable_gqa:
-        raise NotImplementedError(
-            "enable_gqa=True: grouped heads are not supported yet; repeat key and value heads with repeat_interleave."
+        raise NotServedError(
+            "enable_gqa=True: grouped heads are not supported yet", f"{_REPEAT[0].upper()}{_REPEAT[1:]}"
         )
     query, key, value = _autocast(query, key, value)
     _check(query, key, value)
@@ -92,6 +104,8 @@ def attention(
     query, key, value = (x if x.shape[:-2] == lead else x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
     if isinstance(scale, torch.Tensor):
         raise TypeError("scale must be a number or None, got a tensor, whose gradient would be lost; scale the query")
+    if scale is not None and not isinstance(scale, SupportsFloat):
+        raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     spec = AttentionSpec(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         causal=bool(is_causal),
@@ -139,7 +153,22 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     try:
         torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     except RuntimeError:
-        raise ValueError(f"leading dimensions do not broadcast; got {shapes}") from None
+        raise ValueError(
+            f"leading dimensions do not broadcast; got {shapes}{_grouped_hint(query, key, value)}"
+        ) from None
+
+
+def _grouped_hint(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    """What to do where the heads are those of grouped-query attention."""
+    if min(query.dim(), key.dim(), value.dim()) < 3:
+        return ""
+    heads = query.shape[-3]
+    if key.shape[-3] != value.shape[-3] or not 1 < key.shape[-3] < heads or heads % key.shape[-3]:
+        return ""
+    return (
+        f". {heads} query heads share {key.shape[-3]} key heads, which scaled_dot_product_attention takes with "
+        f"enable_gqa=True; that is not supported yet: {_REPEAT}"
+    )
 
 
 def _float32_precision() -> Precision:

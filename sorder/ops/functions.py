@@ -82,6 +82,9 @@ class Attention(Function):
 
     @staticmethod
     def jvp(ctx: Any, tq: Optional, tk: Optional, tv: Optional, _: None) -> Any:
+        for name, x, t in zip(("query", "key", "value"), ctx.saved_tensors, (tq, tk, tv), strict=False):
+            if t is not None and t.dtype != x.dtype:
+                raise TypeError(f"the tangent of {name} must have its dtype {x.dtype}, got {t.dtype}")
         return apply(AttentionTangent, *ctx.saved_tensors, tq, tk, tv, ctx.spec)
 
     @staticmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager
 from types import ModuleType
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from sorder.ops.attention import attention
+from sorder.func._user_warning import warn_user
+from sorder.ops.attention import NotServedError, attention
 
 # The function itself, whatever a library may have put in its place in torch.nn.functional.
 _SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
@@ -112,12 +112,12 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
             attn_mask, is_causal = None, True
         try:
             if query.is_nested or key.is_nested or value.is_nested:
-                raise NotImplementedError("nested tensors are not supported yet.")
+                raise NotServedError("nested tensors are not supported yet", "Pad them")
             return attention(query, key, value, attn_mask, is_causal=is_causal, **options)
         except (NotImplementedError, TypeError, ValueError) as error:
             if self._strict:
                 raise NotImplementedError(f"exact_attention(strict=True): {error}") from error
-            reason = str(error)
+            reason = error.reason if isinstance(error, NotServedError) else str(error)
         output = _materialised(query, key, value, attn_mask, is_causal=is_causal, **options)
         _warn_once(reason, query, key)  # not before: where the input is at fault, SDPA's own error is the better one
         return output
@@ -264,9 +264,11 @@ def _warn_once(reason: str, query: Tensor, key: Tensor) -> None:
     if kind in _warned:
         return
     _warned.add(kind)
-    gigabytes = query.shape[:-1].numel() * key.shape[-2] * max(query.element_size(), 4) / 1e9
-    warnings.warn(
-        f"exact_attention: {reason} Materialising attention instead: exact, but each order of derivative holds Nq × Nk "
-        f"scores per head, {gigabytes:.3g} GB a matrix in this call. strict=True raises here.",
-        stacklevel=4,
+    matrix = query.shape[:-1].numel() * key.shape[-2] * max(query.element_size(), 4) / 1e9
+    warn_user(
+        f"exact_attention: {reason}. This call of scaled_dot_product_attention (query {tuple(query.shape)}, key "
+        f"{tuple(key.shape)}), and others like it, run as PyTorch's materialised attention instead: exact in every "
+        f"order of derivative, but each order holds the Nq × Nk scores of every head, {matrix:.3g} GB a matrix here. "
+        "exact_attention(strict=True) raises instead.",
+        UserWarning,
     )

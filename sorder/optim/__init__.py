@@ -1,9 +1,9 @@
 """Optimizers that use exact curvature."""
 
-from sorder.optim.adahessian import AdaHessian
+from sorder.optim.adahessian import AdaHessian, AdaHessianStep
 from sorder.optim.gnb import gnb_loss
 from sorder.optim.last_step import NewtonCGStep
 from sorder.optim.newton_cg import NewtonCG
 from sorder.optim.sophia import SophiaG, SophiaH, SophiaStep
 
-__all__ = ["AdaHessian", "NewtonCG", "NewtonCGStep", "SophiaG", "SophiaH", "SophiaStep", "gnb_loss"]
+__all__ = ["AdaHessian", "AdaHessianStep", "NewtonCG", "NewtonCGStep", "SophiaG", "SophiaH", "SophiaStep", "gnb_loss"]

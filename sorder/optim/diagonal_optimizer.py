@@ -17,6 +17,7 @@ from sorder.linalg.pytree import wide_dtype
 from sorder.optim.attention_routing import routed_attention
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
+from sorder.optim.validation import check_state_dict
 
 Estimator = Callable[[diagonal.Product, Sequence[Tensor], torch.Generator], Sequence[Tensor]]
 ESTIMATORS = ("hutchinson", "bekas", "exact")
@@ -115,6 +116,9 @@ class DiagonalOptimizer(Optimizer):
             raise TypeError(self._how_to_update())
         if closure is None and (not due or self._pending is not None):
             # Nothing of the caller's runs, so that there is nothing to guard, and no copy of the parameters is made.
+            if self._pending is None and self._fused_step():
+                self._count(updated=False)
+                return None
             gradients = [p.grad for p in params]
             check_finite(gradients, "gradient")
             self._finish(params, gradients, self._pending)
@@ -141,6 +145,7 @@ class DiagonalOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; the optimizer then continues as the one that saved it, options included."""
+        check_state_dict(self, state_dict, GLOBAL, self._check_options)
         super().load_state_dict(state_dict)
         # torch casts tensors to the parameter's dtype; the state has one of its own.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -183,6 +188,13 @@ class DiagonalOptimizer(Optimizer):
         self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], estimates: list[Tensor] | None
     ) -> None:
         raise NotImplementedError
+
+    def _fused_step(self) -> bool:
+        """Take a whole step from ``.grad`` without new estimates, if there is a faster way than ``_apply``.
+
+        False where there is none, or where a gradient is not finite; then nothing has changed.
+        """
+        return False
 
     def _how_to_update(self) -> str:
         return (
@@ -251,7 +263,10 @@ class DiagonalOptimizer(Optimizer):
                 for p in group["params"]:
                     if p.requires_grad and id(p) not in of:
                         self.state[p].setdefault("idle", True)
-        self._updated, self._pending = estimates is not None, None
+        self._count(updated=estimates is not None)
+
+    def _count(self, updated: bool) -> None:
+        self._updated, self._pending = updated, None
         cast(dict[Any, Any], self.state)[GLOBAL] = {"step": self._number + 1}
 
 

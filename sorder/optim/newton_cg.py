@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sorder.curvature import CurvaturePoint
+from sorder.curvature.evaluation import PlainClosure
 from sorder.linalg import EisenstatWalker
 from sorder.optim.attention_routing import routed_attention
 from sorder.optim.last_step import NewtonCGStep
 from sorder.optim.newton_step import NewtonStep
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_options
+from sorder.optim.validation import check_options, check_state_dict
 
 Preconditioner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # Key of the optimizer's own state, beside the parameters', in the state dict.
@@ -32,11 +33,11 @@ class NewtonCG(Optimizer):
     positive semidefinite. After Martens, *Deep learning via Hessian-free optimization* (ICML 2010), with Nocedal &
     Wright, *Numerical Optimization*, for the rest:
 
-    - **λ** follows ρ, the change of the loss over the one predicted: times ``damping_decrease`` where ρ > 3/4, times
+    - **λ** follows ρ, the change of the loss over the one predicted: times ``damping_decrease`` where ρ > 1/2, times
       ``damping_increase`` where ρ < 1/4 (Levenberg–Marquardt). It starts from the problem: a trial of the Cauchy step
       −t g, t = gᵀg/gᵀBg, shows by how much the loss exceeds m, and λ_c‖t g‖²/2 is to cover that. The excess grows
-      with the step, and a damped step is no longer than ‖g‖/λ, which leads to λ = (λ_c gᵀBg/gᵀg)^½: zero on a
-      quadratic, so that one step solves it.
+      with the step, and a damped step is no longer than ‖g‖/λ, which bounds λ by (λ_c gᵀBg/gᵀg)^½; it starts at a
+      tenth of that: zero on a quadratic, so that one step solves it.
     - **α** is 1 where the loss falls enough (Armijo), and backtracks otherwise. A step that does not lower the loss
       is rejected: the parameters stay, and λ grows.
     - **Negative curvature** (Hessian only) is followed: where CG meets a direction dᵀBd < 0, the step goes down along
@@ -52,7 +53,10 @@ class NewtonCG(Optimizer):
 
     The closure returns the loss or ``(loss, outputs)``; it may call ``zero_grad`` and ``backward`` itself, which then
     leaves the gradients of the starting point in ``.grad`` (of this optimizer's parameters only). It runs several
-    times a step, and must be a function of the parameters: the same batch each time.
+    times a step, and must be a function of the parameters: the same batch each time. It may scale the loss (as
+    ``GradScaler.scale`` does) but not change ``.grad`` after ``backward``, as ``clip_grad_norm_`` and
+    ``GradScaler.unscale_`` do: loss, gradient and curvature would be of different functions, and the step is refused.
+    ``max_step_norm`` and the trust region bound steps instead.
 
     Args:
         params: parameters or groups. Real floating-point; frozen ones are skipped. Options other than ``lr`` and
@@ -62,8 +66,10 @@ class NewtonCG(Optimizer):
         curvature: "hessian", "ggn", "fisher" (a GGN with labels sampled from the model) or "auto" (default): the GGN
             where the closure returns outputs, or where its loss is seen to be a result of torch's loss functions
             (``cross_entropy``, ``nll_loss``, ``mse_loss``, ``binary_cross_entropy_with_logits``, …), a nonnegative
-            multiple or a sum of such; otherwise the Hessian. See :class:`sorder.curvature.CurvaturePoint`.
-            ``last_step`` says which.
+            multiple or a sum of such; otherwise the Hessian. So a penalty written into the loss by hand, as
+            ``cross_entropy(…) + c * sum(p.square().sum() for p in …)``, turns it to the Hessian, with one warning; use
+            ``weight_decay``, or return ``(loss, outputs)``, for the GGN. See
+            :class:`sorder.curvature.CurvaturePoint`. ``last_step`` says which was taken.
         damping: λ ≥ 0, in units of curvature. Default None: chosen at the first step, as above (0 for a trust
             region). The group holds the present value.
         damping_update: "levenberg-marquardt" (default), "constant", or "trust-region": instead of λ a radius ‖s‖ ≤ Δ
@@ -103,7 +109,9 @@ class NewtonCG(Optimizer):
         last_step: :class:`NewtonCGStep` of the last step, or None.
 
     Raises:
-        ValueError: an option is out of range; the message names it. TypeError: ``step()`` without a closure.
+        ValueError: an option is out of range; the message names it. (By ``step``, too, and if the closure changes
+            ``.grad`` after ``backward``, or returns a loss that is not a scalar or has no graph.)
+        TypeError: (by ``step``) there is no closure, or it returns neither a loss nor ``(loss, outputs)``.
         FloatingPointError: (by ``step``) the loss, a gradient or a product is not finite. Nothing has changed.
             sorder.curvature.CurvatureError: (by ``step``) an operation lacks derivatives. Nothing has changed.
 
@@ -187,7 +195,7 @@ class NewtonCG(Optimizer):
             for i, p in enumerate(group["params"]):
                 if not p.is_floating_point():
                     raise ValueError(f"parameters must be real floating-point, but number {i} is {p.dtype}")
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -208,6 +216,10 @@ class NewtonCG(Optimizer):
                 "NewtonCG.step needs a closure that evaluates the loss, as in "
                 "optimizer.step(lambda: F.cross_entropy(model(x), y))"
             )
+        closures = _plain("closure", closure)
+        curvature_closures = None if curvature_closure is None else _plain("curvature_closure", curvature_closure)
+        for group in self.param_groups:
+            check_options(group)
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not params:
             raise ValueError("no parameter of the optimizer requires a gradient")
@@ -223,10 +235,10 @@ class NewtonCG(Optimizer):
             "seed": options["seed"] + 7919 * number + rank,
         }
         with routed_attention(options["attention"]), Transaction(params, self.state) as transaction:
-            point = CurvaturePoint(closure, params, kind if curvature_closure is None else None, **arguments)
+            point = CurvaturePoint(closures, params, kind if curvature_closures is None else None, **arguments)
             model = transaction.add(point)
-            if curvature_closure is not None:
-                model = transaction.add(CurvaturePoint(curvature_closure, params, kind, **arguments))
+            if curvature_closures is not None:
+                model = transaction.add(CurvaturePoint(curvature_closures, params, kind, **arguments))
             step = NewtonStep(
                 options=options,
                 params=params,
@@ -250,7 +262,12 @@ class NewtonCG(Optimizer):
         return sum(returned[1:], returned[0]) if isinstance(returned, list) else returned
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; the optimizer then continues as the one that saved it, options included."""
+        """Load a state; the optimizer then continues as the one that saved it, options included.
+
+        Raises:
+            ValueError: it is not the state of a NewtonCG with groups and parameters like these. Nothing has changed.
+        """
+        check_state_dict(self, state_dict, GLOBAL, check_options)
         super().load_state_dict(state_dict)
         # torch casts vectors to the parameter's dtype; those of 16-bit parameters are kept in float32.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -271,3 +288,12 @@ class NewtonCG(Optimizer):
 
     def _of_each(self, option: str) -> list[float]:
         return [float(group[option]) for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _plain(name: str, closure: Any) -> Any:
+    """The closure or closures, marked as functions whose ``.grad`` is the loss's."""
+    if callable(closure):
+        return PlainClosure(closure)
+    if not isinstance(closure, Sequence) or not closure or not all(map(callable, closure)):
+        raise TypeError(f"{name} must be a callable or a nonempty sequence of callables, got {closure!r}")
+    return [PlainClosure(c) for c in closure]

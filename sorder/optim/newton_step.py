@@ -24,6 +24,9 @@ from sorder.optim.transaction import Transaction
 Vector = Sequence[Tensor]
 # Doublings of a step along negative curvature, whose length the quadratic does not tell.
 EXPANSIONS = 20
+# Share of the bound on λ that the first step takes. A gradient lies mostly along large curvature, where a damped step is
+# far shorter than ‖g‖/λ; and a λ too low is mended in a step, one too high costs many.
+FIRST_DAMPING = 0.1
 
 
 @dataclass
@@ -139,10 +142,10 @@ class NewtonStep:
         return self.gradient_norm**2 / abs(curved), curved
 
     def _initial_damping(self) -> float:
-        """(λ_c gᵀBg/gᵀg)^½, λ_c having told the loss at the Cauchy step −t g, t = gᵀg/gᵀBg.
+        """A tenth of (λ_c gᵀBg/gᵀg)^½, λ_c having told the loss at the Cauchy step −t g, t = gᵀg/gᵀBg.
 
         The excess over the quadratic grows with the cube of a step, so that a step s needs λ = λ_c‖s‖/‖t g‖; and
-        ‖s‖ ≤ ‖g‖/λ.
+        ‖s‖ ≤ ‖g‖/λ, which bounds λ by that root.
         """
         length, curved = self._cauchy()
         downhill = [-g for g in self.gradient]
@@ -153,7 +156,8 @@ class NewtonStep:
         noise = self._rounding(self.loss, change, predicted)
         matching = rules.matching_damping(change, predicted, length**2 * gg, noise)
         # A trial that is not finite says that the quadratic is to be trusted nowhere near so far.
-        return math.sqrt(matching / length) if math.isfinite(matching) else 10.0 / length
+        bound = math.sqrt(matching / length) if math.isfinite(matching) else 100.0 / length
+        return FIRST_DAMPING * bound
 
     def _rounding(self, *losses: float) -> float:
         """Difference of losses that rounding explains: a few tens of units in the last place, one in 16 bits."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from torch import Tensor
 from sorder.curvature import CurvaturePoint
 from sorder.curvature.diagonal import gauss_newton_bartlett
 from sorder.curvature.random_state import RandomState
+from sorder.linalg.pytree import scalar_dtype, wide_dtype
+from sorder.optim import sophia_update
 from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common, check_range
 from sorder.optim.reductions import Reduction
 
@@ -53,19 +54,19 @@ class _Sophia(DiagonalOptimizer):
     def last_step(self) -> SophiaStep | None:
         """:class:`SophiaStep` of the last step, or None. Computed when it is asked for, so that steps cost nothing."""
         if self._last_step is None and self._rates:
-            inside = total = 0
-            curvature = update = 0.0
+            sums, total = [], 0
             for params, lr, gamma, eps in self._rates:
-                m, h = ([self.state[p][name] for p in params] for name in ("exp_avg", "hessian"))
-                u = _quotients(m, h, gamma, eps)
-                inside += sum(int((t.abs() < 1.0).sum()) for t in u)
-                total += sum(t.numel() for t in u)
-                curvature += _square(h)
+                h = [self.state[p]["hessian"] for p in params]
+                m = [self.state[p]["exp_avg"].to(wide_dtype(t.dtype)) for p, t in zip(params, h, strict=True)]
+                u = sophia_update.quotients(m, h, gamma, eps)
+                inside = torch.stack([(t.abs() < 1.0).sum() for t in u]).sum().to(scalar_dtype(u[0].device))
                 torch._foreach_clamp_min_(u, -1.0)
                 torch._foreach_clamp_max_(u, 1.0)
-                update += lr**2 * _square(u)
+                sums.append(torch.stack([inside, _square(h), lr**2 * _square(u)]).cpu())
+                total += sum(t.numel() for t in u)
+            inside, curvature, update = torch.stack(sums).sum(0)
             self._last_step = SophiaStep(
-                self._number, self._updated, inside / max(1, total), math.sqrt(curvature), math.sqrt(update)
+                self._number, self._updated, float(inside) / max(1, total), float(curvature**0.5), float(update**0.5)
             )
         return self._last_step
 
@@ -81,18 +82,37 @@ class _Sophia(DiagonalOptimizer):
                 self.state[p]["exp_avg"] = torch.zeros_like(p, dtype=group["state_dtype"] or p.dtype)
             if "hessian" not in self.state[p]:
                 self.state[p]["hessian"] = torch.zeros_like(self.state[p]["exp_avg"])
-        m, h = ([self.state[p][name] for p in params] for name in ("exp_avg", "hessian"))
-        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        torch._foreach_lerp_(m, _in_dtype(gradients, m), 1.0 - beta1)
+        m, h = self._averages(params)
         if estimates is not None:
-            torch._foreach_lerp_(h, _in_dtype(estimates, h), 1.0 - beta2)
-        if lr * group["weight_decay"]:
-            torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-        u = _quotients(m, h, group["gamma"], group["eps"])
-        torch._foreach_clamp_min_(u, -1.0)
-        torch._foreach_clamp_max_(u, 1.0)
-        torch._foreach_add_(params, u, alpha=-lr)
-        self._rates.append((params, lr, group["gamma"], group["eps"]))
+            weight = 1.0 - group["betas"][1]
+            torch._foreach_lerp_(h, [e.to(t.dtype) for e, t in zip(estimates, h, strict=True)], weight)
+        rule = _rule(group)
+        sophia_update.update(params, gradients, m, h, **rule)
+        self._rates.append((params, rule["lr"], rule["gamma"], rule["eps"]))
+
+    def _fused_step(self) -> bool:
+        launches: list[Any] = []
+        rates = []
+        for group in self.param_groups:
+            present = [(p, p.grad, self.state.get(p, {})) for p in group["params"]]
+            four = [(p, g, s["exp_avg"], s["hessian"]) for p, g, s in present if g is not None and "hessian" in s]
+            if not four:
+                continue
+            params, gradients, m, h = map(list, zip(*four, strict=True))
+            batches = sophia_update.batches(params, gradients, m, h)
+            if batches is None or (launches and batches[0].device != launches[0][0].device):
+                return False
+            rule = _rule(group)
+            launches += [(batch, rule) for batch in batches]
+            rates.append((params, rule["lr"], rule["gamma"], rule["eps"]))
+        if not launches or not sophia_update.fused_update(launches, self.param_groups[0]["maximize"]):
+            return False
+        self._rates, self._last_step = rates, None
+        return True
+
+    def _averages(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        states = [self.state[p] for p in params]
+        return [s["exp_avg"] for s in states], [s["hessian"] for s in states]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; the optimizer then continues as the one that saved it, options included."""
@@ -115,17 +135,28 @@ class SophiaH(_Sophia):
 
     So no coordinate moves by more than lr, and one of negative or no curvature moves by lr·sign(m).
 
-    **Conventions.** ``lr`` and ``gamma`` are the η and γ above. The released code writes the same quotient as
-    |m| / (rho·bs·h): its ``lr`` is ``lr``, its ``rho`` is ``gamma``, and its ``bs`` multiplies an h that is a squared
-    *mean* gradient; here h is the curvature itself, and nothing has to be told the batch size. The paper's first
-    version clips at ρ, lr′·clip(m / max(h, ε), ρ): ``gamma`` = ρ and ``lr`` = lr′·ρ. Beside AdamW of a given rate,
-    the paper takes 0.8 of that as ``lr``.
+    **Conventions.** ``lr``, ``gamma`` and ``weight_decay`` are the η, γ and λ above, with which the paper's later
+    versions state algorithm 3.
+
+    - Its first version clips at ρ: p ← p − η′·λ′·p − η′·clip(m / max(h, ε), ρ). That is ``lr`` = η′ρ, ``gamma`` = ρ,
+      ``weight_decay`` = λ′/ρ.
+    - The released code divides by rho·bs·h + 1e-15. Its ``lr`` and ``weight_decay`` are those of here, its ``rho``
+      (0.04 by default, 0.05 for GPT-2 small) is ``gamma``, and its ``bs`` multiplies an h that is the square of a
+      *mean* gradient of bs tokens: here h is the curvature itself, and nothing has to be told the batch size. Its
+      loop takes the first estimate after ``update_interval`` steps, until when every step is lr·sign(m), and clips
+      the norm of the sampled labels' gradient to 1; here, as in the paper, it comes before step 1, and is not clipped.
+
+    Beside AdamW of a given rate the paper takes 0.8 of that as ``lr``; the released code's advice is about the same
+    rate, and twice the weight decay.
 
     Between updates ``loss.backward(); optimizer.step()`` is enough. On update steps (``curvature_due``) the Hessian
     comes from a closure: ``step(closure)``; or ``step(curvature_closure=...)`` for a part of the batch, with the
     gradient in ``.grad``; or ``update_curvature(closure)`` before ``step()``. A closure given on other steps is run
     for the gradient. With ``torch.amp.GradScaler`` call ``update_curvature`` with a closure for the unscaled loss,
     then ``scaler.step(optimizer)``: a step skipped for an overflow changes nothing.
+
+    On a GPU a step between updates is one fused kernel per group (contiguous parameters of 16 or 32 bits; others, and
+    other devices, take foreach operations). The host waits for one thing, the word that no gradient is NaN or infinite.
 
     A step is a transaction: if a closure raises (KeyboardInterrupt included), or the loss, a gradient or an estimate
     is not finite, parameters, buffers, ``.grad``, state and random generators are as they were.
@@ -324,17 +355,13 @@ class SophiaG(_Sophia):
         )
 
 
-def _quotients(m: list[Tensor], h: list[Tensor], gamma: float, eps: float) -> list[Tensor]:
-    """m / max(γ h, ε)."""
-    below = list(torch._foreach_mul(h, gamma))
-    # 16-bit ε may round to zero; the smallest normal number does not.
-    torch._foreach_clamp_min_(below, max(eps, *(torch.finfo(t.dtype).tiny for t in below)))
-    return list(torch._foreach_div(m, below))
+def _rule(group: dict[str, Any]) -> dict[str, float]:
+    """What :func:`sorder.optim.sophia_update.update` takes from a group."""
+    numbers = {name: float(group[name]) for name in ("lr", "gamma", "eps", "weight_decay")}
+    return numbers | {"beta1": float(group["betas"][0])}
 
 
-def _in_dtype(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    return [t.to(s.dtype) for t, s in zip(tensors, like, strict=True)]
-
-
-def _square(tensors: Sequence[Tensor]) -> float:
-    return sum(float(n) ** 2 for n in torch._foreach_norm(list(tensors)))
+def _square(tensors: Sequence[Tensor]) -> Tensor:
+    """Sum of squares, on the tensors' device."""
+    norms = torch._foreach_norm([t.to(wide_dtype(t.dtype)) for t in tensors])
+    return torch.stack(list(norms)).to(scalar_dtype(norms[0].device)).square().sum()

@@ -249,3 +249,13 @@ def test_a_device_that_is_not_current() -> None:
     got = hessian_product(lambda x: sorder.attention(x, x, x).sin().sum(), x, x)
     want = hessian_product(lambda x: oracle.dense(x, x, x)[0].sin().sum(), x.double(), x.double())
     assert oracle.relative_error(got, want) <= 3e-6
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_tangent_of_another_dtype_is_named(number: int) -> None:
+    qkv = tuple(torch.randn(1, 5, 8) for _ in range(3))
+    tangents = [torch.randn(1, 5, 8) for _ in range(3)]
+    tangents[number] = tangents[number].half()
+    name = ("query", "key", "value")[number]
+    with pytest.raises(TypeError, match=f"the tangent of {name} must have its dtype torch.float32, got torch.float16"):
+        torch.func.jvp(sorder.attention, qkv, tuple(tangents))

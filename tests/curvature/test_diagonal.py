@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sorder.curvature import CurvaturePoint
-from sorder.curvature.diagonal import bekas, exact, gauss_newton_bartlett, hutchinson
+from sorder.curvature.diagonal import bekas, empirical, exact, gauss_newton_bartlett, hutchinson
 from tests.cases import dense_ggn, dense_hessian, flatten, make_problem, relative_error
 
 SIZES = (3, 4)
@@ -104,3 +104,34 @@ def test_bad_options(options: dict[str, object], message: str) -> None:
     for estimator in (hutchinson, bekas):
         with pytest.raises(ValueError, match=message):
             estimator(product_with(symmetric()), LIKE, torch.Generator(), **options)
+
+
+def test_empirical_is_the_mean_of_rows_squared_gradients() -> None:
+    problem = make_problem("mlp")
+    params = list(problem.module.parameters())
+    losses = problem.module(problem.inputs).logsumexp(-1)
+    each = [torch.autograd.grad(loss, params, retain_graph=True) for loss in losses]
+    want = torch.stack([flatten(g) for g in each]).square().mean(0)
+    assert relative_error(empirical(each), want) < 1e-13
+
+
+@pytest.mark.parametrize(("rows", "batches"), [(1, 5), (4, 2), (4, 3)])
+def test_the_expectation_of_empirical_does_not_depend_on_the_batches(rows: int, batches: int) -> None:
+    """Rows drawn from a population; the square of a batch's gradient times its rows has another mean."""
+    generator = torch.Generator().manual_seed(0)
+    population = torch.randn(20, 7, dtype=torch.float64, generator=generator) + 1.0
+    want = population.square().mean(0)
+    samples, naive = [], []
+    for _ in range(3000):
+        drawn = population[torch.randint(20, (batches, rows), generator=generator)].mean(1)
+        samples.append(torch.cat(empirical([list(g.split(SIZES)) for g in drawn], rows)))
+        naive.append(rows * drawn[0].square())
+    assert_mean(torch.stack(samples), want)
+    if rows > 1:
+        assert relative_error(torch.stack(naive).mean(0), want) > 0.5
+
+
+@pytest.mark.parametrize(("gradients", "rows"), [([], 1), ([[torch.ones(2)]], 3), ([[torch.ones(2)]], 0)])
+def test_empirical_needs_two_batches_of_several_rows(gradients: list[list[Tensor]], rows: int) -> None:
+    with pytest.raises(ValueError, match="gradients must be one or more"):
+        empirical(gradients, rows)

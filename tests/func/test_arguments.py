@@ -161,9 +161,7 @@ def test_bad_arguments_are_named(case: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_function_that_is_no_scalar_is_named_in_every_mode(mode: Mode) -> None:
-    with pytest.raises(
-        ValueError, match=r"f must return a scalar tensor .*, got shape \(2, 2\)"
-    ):
+    with pytest.raises(ValueError, match=r"f must return a scalar tensor .*, got shape \(2, 2\)"):
         hvp(lambda w: w**2, (W,), (W,), mode=mode)
 
 

@@ -253,8 +253,20 @@ def test_fallback_is_exact_and_warns_once(operator: Operator, case: str) -> None
         check(lambda x: (f(x) * weight).sum(), x)
     assert not operator.calls
     (warning,) = caught
-    assert "Materialising attention" in str(warning.message) and "GB" in str(warning.message)
+    text = str(warning.message)
+    assert "scaled_dot_product_attention (query (1, 2, 5, 4), key (1, " in text and "materialised attention" in text
+    assert f"{2 * 5 * 5 * 8 / 1e9:.3g} GB a matrix" in text and "sdpa_kernel" not in text
     assert warning.filename == __file__
+
+
+def test_the_warning_points_at_the_users_line_from_inside_modules_and_transforms() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with warnings.catch_warnings(record=True) as caught, exact_attention():
+        warnings.simplefilter("always")
+        second_order(lambda x: layer(x, src_key_padding_mask=padding).sin().sum(), x, torch.ones_like(x))
+    (warning,) = caught
+    assert warning.filename == __file__ and "masks (padding, bias) are not supported yet" in str(warning.message)
 
 
 def test_each_reason_warns() -> None:

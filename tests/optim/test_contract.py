@@ -44,6 +44,20 @@ def step(optimizer: Any, net: nn.Module, seed: int = 1, style: str = "loss", sig
     return optimizer.step(closure)
 
 
+class Widened:
+    """A model of float32, called as one of float64 is."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.net(x.float()).double()
+
+
+def is_vector(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
 class Fails(nn.Module):
     """A layer that raises, or spoils the value or the gradient, when told so."""
 
@@ -208,7 +222,7 @@ class TestContract:
         gc.disable()
         try:
             before = live()
-            for _ in range(30):
+            for _ in range(100):
                 step(optimizer, net)
             assert live() <= before + 4
         finally:
@@ -252,6 +266,160 @@ class TestContract:
         fails.failure = None
         step(optimizer, net)
         assert not torch.equal(next(net.parameters()), before[0])
+
+    @pytest.mark.parametrize("target", [pytest.param("cuda", marks=pytest.mark.gpu), "float32"])
+    def test_a_run_moves_to_another_device_or_dtype(self, make: Callable[..., Any], target: str) -> None:
+        """The state goes with the parameters, and the next step is the same within rounding."""
+        net = model()
+        # Damped, so that Newton-CG's step is not as ill-conditioned as the curvature.
+        options = {"damping": 1.0, "damping_update": "constant"} if make is NewtonCG else {}
+        optimizer = make(net.parameters(), seed=5, **options)
+        for i in range(2):
+            step(optimizer, net, i)
+        moved = copy.deepcopy(net)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        moved = moved.float() if target == "float32" else moved.to(target)
+        other = make(moved.parameters(), lr=0.3, seed=1)
+        file.seek(0)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        device = next(moved.parameters()).device
+        assert all(v.device == device for p in moved.parameters() for v in other.state[p].values() if is_vector(v))
+        if target == "cuda":  # probes of another device are other ones
+            return
+        step(optimizer, net, 2)
+        step(other, Widened(moved), 2)
+        torch.testing.assert_close(values(moved).double(), values(net), rtol=2e-3, atol=2e-4)
+
+    def test_a_compiled_model_takes_the_same_steps(self, make: Callable[..., Any]) -> None:
+        nets = [model(), model()]
+        called = [nets[0], torch.compile(nets[1], backend="aot_eager")]
+        for net, callee in zip(nets, called, strict=True):
+            optimizer = make(net.parameters())
+            for i in range(3):
+                step(optimizer, callee, i)
+        torch.testing.assert_close(values(nets[1]), values(nets[0]), rtol=1e-8, atol=1e-8)
+
+    def test_micro_batches_are_one_large_batch(self, make: Callable[..., Any]) -> None:
+        """Closures for its parts, of means weighted by their rows, in one step."""
+        x, y = data()
+        nets = [model(), model()]
+        for net, parts in zip(nets, ([slice(0, 12)], [slice(0, 5), slice(5, 12)]), strict=True):
+            optimizer = make(net.parameters())
+
+            def loss(rows: slice, net: nn.Module = net) -> Tensor:
+                return F.cross_entropy(net(x[rows]), y[rows], reduction="sum") / 12
+
+            def counted(rows: slice, net: nn.Module = net) -> tuple[Tensor, int]:
+                return F.cross_entropy(net(x[rows]), y[rows], reduction="sum"), len(y[rows])
+
+            own = isinstance(optimizer, SophiaG)
+            for _ in range(4):
+                optimizer.step(
+                    [partial(loss, rows) for rows in parts],
+                    curvature_closure=[partial(counted, rows) for rows in parts] if own else None,
+                )
+        torch.testing.assert_close(values(nets[1]), values(nets[0]), rtol=1e-5, atol=1e-6)
+
+    def test_a_gradient_clipped_in_the_closure_is_the_one_that_is_used(self, make: Callable[..., Any]) -> None:
+        """With the gradient clipped to nothing, the parameters stay."""
+        net = model()
+        optimizer = make(net.parameters(), weight_decay=0.0)
+        before = values(net)
+        x, y = data()
+
+        def closure(bound: float) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), bound)
+            return loss
+
+        own = {"curvature_closure": lambda: gnb_loss(net(x))} if isinstance(optimizer, SophiaG) else {}
+        if isinstance(optimizer, NewtonCG):  # whose model of the loss needs the loss's gradient
+            with pytest.raises(ValueError, match=r"changed \.grad"):
+                optimizer.step(partial(closure, 1e-300))
+            assert torch.equal(values(net), before)
+            return
+        optimizer.step(partial(closure, 1e-300), **own)
+        torch.testing.assert_close(values(net), before, rtol=1e-9, atol=1e-9)
+        optimizer.step(partial(closure, 1e3), **own)
+        assert (values(net) - before).norm() > 1e-6
+
+    def test_grad_scaler(self, make: Callable[..., Any]) -> None:
+        """Under a scale of 1024 the steps, and the curvature, are those without; an overflow changes nothing."""
+        nets = [model().float(), model().float()]
+        x, y = data()
+        x, scaler = x.float(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizers = [make(net.parameters()) for net in nets]
+        if isinstance(optimizers[0], NewtonCG):
+            # Its gradient and its line search are of the closure, which needs no scale; torch's scaler takes none.
+            scaler.scale(F.cross_entropy(nets[0](x), y)).backward()
+            with pytest.raises(TypeError, match="closure"):
+                scaler.step(optimizers[0])
+            return
+        for scaled, net, optimizer in zip((False, True), nets, optimizers, strict=True):
+            for number in range(4):
+                optimizer.zero_grad()
+                if optimizer.curvature_due:
+                    gnb, plain = lambda net=net: gnb_loss(net(x)), lambda net=net: F.cross_entropy(net(x), y)
+                    optimizer.update_curvature(gnb if isinstance(optimizer, SophiaG) else plain)
+                loss = F.cross_entropy(net(x), y)
+                if not scaled:
+                    loss.backward()
+                    optimizer.step()
+                    continue
+                scaler.scale(loss).backward()
+                if number in (1, 2):
+                    before, kept = copy.deepcopy(optimizer.state_dict()), net[0].weight.grad[0, 0].item()
+                    start = values(net)
+                    net[0].weight.grad[0, 0] = float("inf")
+                    scaler.step(optimizer)
+                    assert torch.equal(values(net), start) and str(optimizer.state_dict()) == str(before)
+                    scaler.update(1024.0)
+                    optimizer.zero_grad()
+                    scaler.scale(F.cross_entropy(net(x), y)).backward()
+                    assert net[0].weight.grad[0, 0].item() == pytest.approx(kept)
+                scaler.step(optimizer)
+                scaler.update(1024.0)
+        torch.testing.assert_close(values(nets[1]), values(nets[0]), rtol=1e-5, atol=1e-6)
+        name = optimizers[0].CURVATURE
+        for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            torch.testing.assert_close(optimizers[1].state[q][name], optimizers[0].state[p][name], rtol=1e-4, atol=1e-7)
+
+    def test_buffers_move_once_and_a_step_sees_one_function(self, make: Callable[..., Any]) -> None:
+        """Batch norm in training, and dropout: loss, statistics and draws are those of one forward pass."""
+        net = nn.Sequential(nn.BatchNorm1d(4).double(), nn.Dropout(0.1), *model())
+        once = copy.deepcopy(net)
+        optimizer = make(net.parameters(), weight_decay=0.0)
+        torch.manual_seed(3)
+        loss = step(optimizer, net)
+        drawn = torch.rand(1)
+        torch.manual_seed(3)
+        want = F.cross_entropy(once(data()[0]), data()[1])
+        assert torch.equal(torch.rand(1), drawn), "the step drew from the global generator as one forward pass does"
+        assert float(loss) == pytest.approx(float(want), rel=1e-12)
+        for name, buffer in once.named_buffers():
+            torch.testing.assert_close(net.get_buffer(name), buffer, msg=lambda m, name=name: f"{name}: {m}")
+
+    def test_zero_curvature_is_no_obstacle(self, make: Callable[..., Any]) -> None:
+        """A parameter that enters linearly, and one of a group added later."""
+        linear, square, late = (torch.ones(2, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        optimizer = make([linear, square])
+
+        def loss() -> Tensor:
+            return linear.sum() + (square**2).sum() + (late**2).sum()
+
+        def counted() -> tuple[Tensor, int]:
+            return loss(), 1
+
+        own = {"curvature_closure": counted} if isinstance(optimizer, SophiaG) else {}
+        losses = [float(optimizer.step(loss, **own))]
+        optimizer.add_param_group({"params": [late]})
+        losses += [float(optimizer.step(loss, **own)), float(loss())]
+        assert losses[0] > losses[1] > losses[2]
+        for p in (linear, square, late):
+            assert p.isfinite().all() and (p != 1.0).all()
 
     def test_bad_options_are_named(self, make: Callable[..., Any]) -> None:
         for name in ("lr", "weight_decay"):

@@ -32,8 +32,8 @@ def model() -> nn.Module:
 
 def train(share: slice, options: dict[str, Any], parallel: bool = False, **more: Any) -> tuple[Tensor, list[float]]:
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(8, 4, dtype=torch.float64, generator=generator)
-    y = torch.randint(0, 3, (8,), generator=generator)
+    x = torch.randn(64, 4, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, 3, (64,), generator=generator)
     net = model()
     called = DistributedDataParallel(net) if parallel else net
     optimizer = NewtonCG(called.parameters(), **options, **more)
@@ -47,7 +47,7 @@ def train(share: slice, options: dict[str, Any], parallel: bool = False, **more:
 def worker(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    share = slice(0, 4) if rank == 0 else slice(4, 8)
+    share = slice(0, 32) if rank == 0 else slice(32, 64)
     results = {name: train(share, o, process_group=dist.group.WORLD) for name, o in OPTIONS.items()}
     results["ddp"] = train(share, {}, parallel=True)
     torch.save(results, Path(folder) / f"{rank}.pt")
@@ -60,6 +60,6 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     for name, (got, losses) in first.items():
         assert torch.equal(got, second[name][0]), f"{name}: ranks differ"
-        want, want_losses = train(slice(0, 8), OPTIONS.get(name, {}))
+        want, want_losses = train(slice(0, 64), OPTIONS.get(name, {}))
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
         torch.testing.assert_close(losses, want_losses, rtol=1e-10, atol=1e-10)

@@ -28,7 +28,7 @@ def estimate(net: nn.Module, seed: int, step: int) -> list[Tensor]:
         return diagonal.hutchinson(point.product, params, generator)
 
 
-def test_the_trajectory_is_that_of_the_released_rule() -> None:
+def test_the_record_of_a_step() -> None:
     """In the released code's terms, sign(m)·min(|m| / (rho·h + 1e-15), 1), on coordinates of positive h."""
     net, other = model(), model()
     optimizer = SophiaH(net.parameters(), lr=0.02, gamma=0.4, weight_decay=0.1, update_interval=3, seed=7)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorder.optim import NewtonCG
+from sorder.optim import AdaHessian, NewtonCG, SophiaG, SophiaH
 from tests.optim.problem import closure_of, model, values
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -85,3 +85,108 @@ def test_copies_continue_alike(clone: Callable[[Any], Any]) -> None:
 
 def scale_by_two(r: list[Tensor]) -> list[Tensor]:
     return [2.0 * t for t in r]
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def saved_by(make: Callable[..., Any], groups: int = 1, steps: int = 1, width: int = 4) -> dict[str, Any]:
+    """State of an optimizer of a small problem."""
+    params = [torch.full((width,), 0.5 + i, requires_grad=True) for i in range(4)]
+    size = 4 // groups
+    optimizer = make([{"params": params[i : i + size]} for i in range(0, 4, size)])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum((p**4).sum() for p in params)
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)
+    return optimizer.state_dict()
+
+
+def without(state: dict[str, Any], *path: Any) -> dict[str, Any]:
+    state = copy.deepcopy(state)
+    inner: Any = state
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return state
+
+
+def with_option(state: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    state = copy.deepcopy(state)
+    state["param_groups"][0][name] = value
+    return state
+
+
+FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
+    "AdamW": (lambda: saved_by(torch.optim.AdamW), "its group 0 lacks .* and [0-9]+ more: is it another optimizer's"),
+    "SGD": (lambda: saved_by(lambda p: torch.optim.SGD(p, 0.1)), "its group 0 lacks"),
+    "not a dict": (lambda: [1], "must have the keys 'state' and 'param_groups', got list"),
+    "a model's": (lambda: {"weight": torch.ones(2)}, r"'param_groups', got the keys \['weight'\]"),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    **FOREIGN,
+    "SophiaH": (lambda: saved_by(SophiaH), "state_dict must be that of a NewtonCG, but its group 0 lacks curvature"),
+    "more groups": (lambda: saved_by(NewtonCG, groups=2), "must have 1 parameter groups as this NewtonCG, got 2"),
+    "fewer parameters": (
+        lambda: without(saved_by(NewtonCG), "param_groups", 0, "params", 0),
+        "group 0 of state_dict must have 4 parameters, got 3",
+    ),
+    "no damping": (lambda: without(saved_by(NewtonCG), "param_groups", 0, "damping"), "its group 0 lacks damping:"),
+    "no params": (lambda: without(saved_by(NewtonCG), "param_groups", 0, "params"), "its group 0 lacks params:"),
+    "no entry of its own": (
+        lambda: without(saved_by(NewtonCG), "state", "newton_cg"),
+        "its state lacks the entry 'newton_cg'",
+    ),
+    "a foreign entry": (
+        lambda: {**saved_by(NewtonCG), "state": {"diagonal_optimizer": {}, "newton_cg": {}}},
+        "its state has an entry 'diagonal_optimizer'",
+    ),
+    "an option out of range": (
+        lambda: with_option(saved_by(NewtonCG), "damping", -1.0),
+        r"group 0 of state_dict: damping must lie in \[0.0, inf\) or be None, got -1.0",
+    ),
+    "another model's": (
+        lambda: saved_by(NewtonCG, width=3),
+        r"direction of parameter 0 must have the parameter's shape \(4,\), got \(3,\)",
+    ),
+}
+
+
+def assert_refused(make: Callable[..., Any], state: Any, message: str) -> None:
+    params = [torch.full((4,), 0.5 + i, requires_grad=True) for i in range(4)]
+    optimizer = make(params)
+    optimizer.step(lambda: sum((p**4).sum() for p in params))
+    before, options = copy.deepcopy(optimizer.state_dict()), dict(optimizer.param_groups[0])
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert str(optimizer.state_dict()) == str(before)
+    assert optimizer.param_groups[0].keys() == options.keys()
+    optimizer.step(lambda: sum((p**4).sum() for p in params))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_state_that_is_not_of_this_optimizer_is_refused(case: str) -> None:
+    make, message = REFUSED[case]
+    assert_refused(NewtonCG, make(), message)
+
+
+@pytest.mark.parametrize("make", [SophiaH, AdaHessian])
+@pytest.mark.parametrize("case", [*FOREIGN, "NewtonCG"])
+def test_the_diagonal_family_refuses_other_states_too(make: Callable[..., Any], case: str) -> None:
+    state, message = FOREIGN[case] if case in FOREIGN else (lambda: saved_by(NewtonCG), "its group 0 lacks betas")
+    assert_refused(make, state(), message)
+
+
+@pytest.mark.parametrize("make", [NewtonCG, SophiaH, AdaHessian, SophiaG], ids=lambda m: m.__name__)
+def test_a_state_from_before_the_first_step_and_one_with_a_schedulers_entries_load(make: Callable[..., Any]) -> None:
+    net = model()
+    optimizer = make(net.parameters())
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=6, cycle_momentum=False)
+    other = make(net.parameters())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
