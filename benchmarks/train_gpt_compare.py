@@ -1,11 +1,13 @@
-"""Newton-CG, AdamW and Muon on the same tokens: held-out loss against steps, tokens and seconds.
+"""Optimizers on the same tokens: held-out loss against steps, tokens and seconds.
 
     python benchmarks/train_gpt_compare.py --minutes 6       # one H200: 10.7M parameters at 32,768 tokens of context
+    python benchmarks/train_gpt_compare.py --first adamw --rivals sophia-h sophia-g --first-steps 250 --out sophia.json
     python benchmarks/train_gpt_compare.py --smoke --out smoke.json          # any machine, only to see that it runs
 
-Newton-CG runs as the example has it, untuned. Each rival runs with a warm-up and a linear decay to zero: over a grid of
-learning rates for Newton-CG's number of steps, and with the grid's best rate once more for as many seconds as Newton-CG
-took. Step n sees the same windows of text in every run. Seconds are those of the steps, evaluation left out.
+By default Newton-CG, as the example has it, untuned, against AdamW and Muon. Every other optimizer runs with a warm-up
+and a linear decay to zero: over a grid of learning rates for the first one's number of steps, and with the grid's best
+rate, and a quarter of it, once more for as many seconds as the first one took. Step n sees the same windows of text in
+every run. Seconds are those of the steps, evaluation left out.
 """
 
 from __future__ import annotations
@@ -28,8 +30,14 @@ import train_gpt
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-GRID = {"adamw": [3e-4, 1e-3, 2e-3, 4e-3, 8e-3], "muon": [3e-3, 1e-2, 2e-2, 4e-2, 8e-2]}
-NEWTON_SHARE = 0.2  # of the wall budget; each rival's long run takes as much, and the rest is for the grids
+GRID: dict[str, list[float | None]] = {
+    "newton-cg": [None],  # its default
+    "adamw": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2],
+    "muon": [1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1],
+    "sophia-h": [5e-4, 1e-3, 2e-3, 4e-3],
+    "sophia-g": [5e-4, 1e-3, 2e-3, 4e-3],
+}
+FIRST_SHARE = 0.15  # of the wall budget; each rival's long runs take as much, and the rest is for the grids
 
 
 class Comparison:
@@ -89,7 +97,7 @@ class Comparison:
         point: dict[str, Any] = {"step": training.step, "tokens": tokens, "seconds": seconds, "train_nats": loss}
         point["held_out"] = training.evaluate()
         last = getattr(training.optimizer, "last_step", None)
-        if last is not None:
+        if training.args.optimizer == "newton-cg" and last is not None:
             keys = ("cg_iterations", "products", "damping", "reduction_ratio", "step_length", "accepted")
             point |= {key: getattr(last, key) for key in keys}
         return point
@@ -101,20 +109,23 @@ class Comparison:
 
     def all(self) -> None:
         args = self.args
-        for optimizer in ("newton-cg", "adamw", "muon"):  # first calls compile kernels
+        for optimizer in (args.first, *args.rivals):  # first calls compile kernels
             self.run(optimizer, "warm-up", None, 2)
         self.results["runs"].clear()
-        share = NEWTON_SHARE * 60 * args.minutes
-        newton = self.run("newton-cg", "defaults", None, args.newton_steps, share, **args.newton_options)
-        for rival, grid in GRID.items():
-            tuned = [self.run(rival, "same tokens", lr, newton["steps"]) for lr in grid[:: args.grid_stride]]
+        share = FIRST_SHARE * 60 * args.minutes
+        grid = GRID[args.first][:: args.grid_stride]
+        firsts = [self.run(args.first, "same tokens", lr, args.first_steps, share, **args.first_options) for lr in grid]
+        first = min(firsts, key=final)
+        for rival in args.rivals:
+            tuned = [self.run(rival, "same tokens", lr, first["steps"]) for lr in GRID[rival][:: args.grid_stride]]
             best = min(tuned, key=final)
             if math.isinf(final(best)):
                 print(f"no rate of {rival}'s grid came to its end within {args.minutes} minutes")
                 continue
-            steps = max(newton["steps"], int(newton["seconds"] * best["steps"] / best["seconds"]))
-            self.run(rival, "same seconds", best["lr"], steps, 1.1 * newton["seconds"])
-        self.results["summary"] = summary(self.results["runs"])
+            steps = int(first["seconds"] * best["steps"] / best["seconds"])
+            for lr in (best["lr"], best["lr"] / 4) if steps > 1.2 * first["steps"] else ():
+                self.run(rival, "same seconds", lr, steps, 1.1 * first["seconds"])
+        self.results["summary"] = summary(self.results["runs"], args.first)
         record.write(args.out, self.results)
         plot(self.results, args.out.with_suffix(".png"))
         print(json.dumps(self.results["summary"], indent=1))
@@ -126,23 +137,29 @@ def final(run: dict[str, Any]) -> float:
     return math.inf if run["error"] or run["truncated"] or not math.isfinite(value) else value
 
 
-def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Where each optimizer ends at equal tokens and equal seconds, and when a rival first is where Newton-CG ends."""
-    newton = next(run for run in runs if run["optimizer"] == "newton-cg")
-    table: dict[str, Any] = {"newton-cg": _end(newton)}
-    for rival in GRID:
-        own = [run for run in runs if run["optimizer"] == rival]
-        for role in ("same tokens", "same seconds"):
-            among = [run for run in own if run["role"] == role and not math.isinf(final(run))]
-            if among:
-                table[f"{rival}, {role}"] = _end(min(among, key=final))
-        reached = [p for run in own for p in run["curve"] if p["held_out"] <= final(newton)]
+def summary(runs: list[dict[str, Any]], first: str) -> dict[str, Any]:
+    """Where each optimizer ends at equal tokens and equal seconds, and when a rival first is where the first ends."""
+    table: dict[str, Any] = {}
+    for run in best_runs(runs):
+        table[f"{run['optimizer']}, {run['role']}"] = _end(run)
+    goal = table[f"{first}, same tokens"]["held_out"]
+    for rival in {run["optimizer"]: None for run in runs if run["optimizer"] != first}:
+        reached = [p for run in runs if run["optimizer"] == rival for p in run["curve"] if p["held_out"] <= goal]
         if reached:
-            table[f"{rival}, first at newton-cg's loss"] = {
+            table[f"{rival}, first at {first}'s loss"] = {
                 "steps": min(p["step"] for p in reached),
                 "seconds": min(p["seconds"] for p in reached),
             }
     return table
+
+
+def best_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best rate of every optimizer in each role."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for run in sorted(runs, key=final):
+        if final(run) < math.inf:
+            found.setdefault((run["optimizer"], run["role"]), run)
+    return list(found.values())
 
 
 def _end(run: dict[str, Any]) -> dict[str, Any]:
@@ -150,13 +167,9 @@ def _end(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    runs = results["runs"]
-    shown = [run for run in runs if run["role"] in ("defaults", "same seconds")]
-    for rival in GRID:
-        grid = [r for r in runs if r["optimizer"] == rival and r["role"] == "same tokens" and final(r) < math.inf]
-        shown += sorted(grid, key=final)[:1]
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), sharey=True)
-    colours = {"newton-cg": "C3", "adamw": "C0", "muon": "C2"}
+    shown = best_runs(results["runs"])
+    names = list(dict.fromkeys(run["optimizer"] for run in results["runs"]))
     for axis, key in zip(axes, ("step", "tokens", "seconds"), strict=True):
         for run in shown:
             curve = [p for p in run["curve"] if p[key] > 0]
@@ -164,7 +177,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             label = f"{run['optimizer']}, {run['role']}, lr {run['lr']:g}"
             axis.plot(
                 [p[key] for p in curve], [p["held_out"] for p in curve], style,
-                color=colours[run["optimizer"]], label=label, marker=".",
+                color=f"C{names.index(run['optimizer'])}", label=label, marker=".",
             )  # fmt: skip
         axis.set(xlabel={"step": "steps"}.get(key, key), xscale="log")
         axis.grid(alpha=0.3)
@@ -187,17 +200,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=6.0, help="wall budget")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", type=json.loads, default={}, help="train_gpt options, as in '{\"context\": 8192}'")
-    parser.add_argument(
-        "--newton-steps", type=int, default=100_000, help="at most; default: as its share of the budget allows"
-    )
-    parser.add_argument("--newton-options", type=json.loads, default={}, help="as in '{\"cg_iterations\": 10}'")
+    parser.add_argument("--first", default="newton-cg", choices=GRID, help="sets the number of steps and seconds")
+    parser.add_argument("--rivals", nargs="*", default=["adamw", "muon"], choices=GRID)
+    parser.add_argument("--first-steps", type=int, default=100_000, help="at most; default: as its share allows")
+    parser.add_argument("--first-options", type=json.loads, default={}, help="as in '{\"cg_iterations\": 10}'")
     parser.add_argument("--evaluations", type=int, default=16, help="of the held-out loss in a rival's run")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
     args = parser.parse_args(argv)
     args.grid_stride = 1
     if args.smoke:
         args.shape = {"context": 16, "batch": 2, "layers": 1, "width": 16, "heads": 2, "windows": 2}
-        args.newton_steps, args.grid_stride, args.minutes, args.evaluations = 3, 3, 0.5, 3
+        args.first_steps, args.grid_stride, args.minutes, args.evaluations = 3, 3, 0.5, 3
     return args
 
 

@@ -24,8 +24,8 @@ from sorder.optim.transaction import Transaction
 Vector = Sequence[Tensor]
 # Doublings of a step along negative curvature, whose length the quadratic does not tell.
 EXPANSIONS = 20
-# Share of the bound on λ that the first step takes. A gradient lies mostly along large curvature, where a damped step is
-# far shorter than ‖g‖/λ; and a λ too low is mended in a step, one too high costs many.
+# Share of the bound on λ that the first step takes. A gradient lies mostly along large curvature, where a damped step
+# is far shorter than ‖g‖/λ; and a λ too low is mended in a step, one too high costs many.
 FIRST_DAMPING = 0.1
 
 
