@@ -32,10 +32,10 @@ import matplotlib.pyplot as plt
 
 GRID: dict[str, list[float | None]] = {
     "newton-cg": [None],  # its default
-    "adamw": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2],
+    "adamw": [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3],
     "muon": [1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1],
-    "sophia-h": [5e-4, 1e-3, 2e-3, 4e-3],
-    "sophia-g": [5e-4, 1e-3, 2e-3, 4e-3],
+    "sophia-h": [2e-4, 4e-4, 8e-4, 1.6e-3],
+    "sophia-g": [2e-4, 4e-4, 8e-4, 1.6e-3],
 }
 FIRST_SHARE = 0.15  # of the wall budget; each rival's long runs take as much, and the rest is for the grids
 

@@ -50,7 +50,7 @@ def test_train_gpt_compare(tmp_path: Path) -> None:
         assert run["curve"][0]["held_out"] == newton["curve"][0]["held_out"]  # the same model on the same text
         if run["role"] == "same tokens":
             assert run["steps"] == newton["steps"]
-    assert {run["lr"] for run in rivals if run["optimizer"] == "adamw"} >= {1e-3, 8e-3}
+    assert {run["lr"] for run in rivals if run["optimizer"] == "adamw"} >= {2.5e-4, 2e-3}
     ends = {"newton-cg, same tokens", "adamw, same tokens", "adamw, same seconds", "muon, same tokens"}
     assert ends <= set(results["summary"])
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
