@@ -100,8 +100,9 @@ def attention(
         )
     query, key, value = _autocast(query, key, value)
     _check(query, key, value)
-    lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
-    query, key, value = (x if x.shape[:-2] == lead else x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
+    if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
+        lead = _broadcast(query, key, value)
+        query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
     if isinstance(scale, torch.Tensor):
         raise TypeError("scale must be a number or None, got a tensor, whose gradient would be lost; scale the query")
     if scale is not None and not isinstance(scale, SupportsFloat):
@@ -139,23 +140,31 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         raise ValueError(
             f"query, key and value are on {query.device}, {key.device}, {value.device}; they must share a device"
         )
-    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
     if min(query.dim(), key.dim(), value.dim()) < 2:
-        raise ValueError(f"each input must have at least two dimensions (..., N, width); got {shapes}")
+        raise ValueError(
+            f"each input must have at least two dimensions (..., N, width); got {_shapes(query, key, value)}"
+        )
     if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same width; got {shapes}")
+        raise ValueError(f"query and key must have the same width; got {_shapes(query, key, value)}")
     if key.shape[-2] != value.shape[-2]:
-        raise ValueError(f"key and value must have the same length; got {shapes}")
+        raise ValueError(f"key and value must have the same length; got {_shapes(query, key, value)}")
     if key.shape[-2] == 0:
-        raise ValueError(f"there must be at least one key; got {shapes}")
+        raise ValueError(f"there must be at least one key; got {_shapes(query, key, value)}")
     if not 1 <= query.shape[-1] <= _MAX_WIDTH or not 1 <= value.shape[-1] <= _MAX_WIDTH:
-        raise ValueError(f"widths must be between 1 and {_MAX_WIDTH}; got {shapes}")
+        raise ValueError(f"widths must be between 1 and {_MAX_WIDTH}; got {_shapes(query, key, value)}")
+
+
+def _broadcast(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Size:
     try:
-        torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+        return torch.broadcast_shapes(query.shape[:-2], key.shape[:-2], value.shape[:-2])
     except RuntimeError:
         raise ValueError(
-            f"leading dimensions do not broadcast; got {shapes}{_grouped_hint(query, key, value)}"
+            f"leading dimensions do not broadcast; got {_shapes(query, key, value)}{_grouped_hint(query, key, value)}"
         ) from None
+
+
+def _shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def _grouped_hint(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:

@@ -20,6 +20,7 @@ from sorder.ops import maps
 
 Optional = torch.Tensor | None
 
+_LEAF = "torch::autograd::AccumulateGrad"
 _THIRD_ORDER = (
     "sorder.attention has derivatives up to second order; this asks for a third. Take the highest one by finite "
     "differences of second-order products, or use materialised attention for this call "
@@ -38,7 +39,12 @@ def _wanted(ctx: Any) -> str:
     A Gauss–Newton product by double backward, say, asks B for the gradient of dO alone, which J gives without T.
     """
     nodes = (node for node, _ in ctx.next_functions)
-    return "".join(c for c, need, node in zip("qkv", ctx.needs_input_grad, nodes, strict=False) if need and _runs(node))
+    return "".join(
+        c
+        for c, need, node in zip("qkv", ctx.needs_input_grad, nodes, strict=False)
+        # To ask for a leaf may raise, which takes as long as a short kernel; leaves are hardly ever left out.
+        if need and (node.name() == _LEAF or _runs(node))
+    )
 
 
 def _runs(node: Any) -> bool:
