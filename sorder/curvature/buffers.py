@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
 
 import torch
@@ -13,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 class BufferWatch:
     """Records the buffers of every module called inside ``with watch:``, as they were before the first call.
 
-    An optimizer knows parameters, not modules; a global forward pre-hook meets the modules. On leaving the context
+    An optimizer knows parameters, not modules; a global forward pre-hook meets the modules, those that
+    the thread of the context calls: what other threads run meanwhile is not the closure's. On leaving the context
     only buffers that changed (in place, or by assignment to the attribute) are kept, with both values, so that
     :meth:`restore_before` and :meth:`restore_after` move between the two.
 
@@ -33,7 +35,7 @@ class BufferWatch:
         return next((module.process_group for module in self._parallel), None)
 
     def _meet(self, module: nn.Module, _inputs: object) -> None:
-        if module in self._seen:
+        if threading.get_ident() != self._thread or module in self._seen:
             return
         # All submodules at once: a parent may write a child's buffer without calling the child.
         for child in module.modules():
@@ -48,6 +50,7 @@ class BufferWatch:
                 child.require_backward_grad_sync = False
 
     def __enter__(self) -> BufferWatch:
+        self._thread = threading.get_ident()
         self._handle = register_module_forward_pre_hook(self._meet)
         return self
 

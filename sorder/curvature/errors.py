@@ -43,8 +43,9 @@ _MISSING = (
 _REMEDIES = (
     (
         "scaled_dot_product",
-        "PyTorch's fused attention has first derivatives only: keep attention='exact' (the default), "
-        "or run the closure under sorder.exact_attention() or torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+        "PyTorch's fused attention has first derivatives only: make the point and take its products under "
+        "sorder.exact_attention() (an optimizer does so where attention='exact', its default), or run the closure "
+        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
     ),
     ("checkpoint", "pass use_reentrant=False to torch.utils.checkpoint, or use sorder.func.checkpoint"),
     (

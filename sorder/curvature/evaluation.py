@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -72,14 +72,12 @@ def run_closure(
     *,
     differentiate: bool = True,
     gradients: Sequence[Tensor | None] | None = None,
-    graph: bool = True,
 ) -> Evaluation:
     """Run ``closure`` with gradients enabled and whatever it passes to ``backward`` taken out of its hands.
 
     A ``backward`` inside the closure would free the graph and could add a graph to ``.grad``. Inside this function it
     computes gradients with respect to ``params`` alone, keeps the graph, and adds detached gradients to ``.grad``;
-    with ``differentiate=False`` it computes nothing and adds ``gradients``, where given, instead. ``graph=False``
-    runs the closure without recording a graph.
+    with ``differentiate=False`` it computes nothing and adds ``gradients``, where given, instead.
 
     Raises:
         TypeError: the closure returned neither a loss nor ``(loss, outputs)``.
@@ -87,7 +85,7 @@ def run_closure(
             :class:`PlainClosure` changed ``.grad``.
     """
     calls = _BackwardCalls()
-    with torch.set_grad_enabled(graph), _intercept_backward(calls, params, differentiate, gradients), eager():
+    with torch.enable_grad(), _intercept_backward(calls, params, differentiate, gradients), eager():
         result = closure()
     loss, outputs = _split(result)
     if differentiate and isinstance(closure, PlainClosure):
@@ -101,7 +99,7 @@ def run_closure(
                 "max_step_norm= or damping_update='trust-region', to average over ranks process_group="
             )
     if calls.roots:
-        with torch.set_grad_enabled(graph):  # which a step has off
+        with torch.enable_grad():  # which a step has off
             root = total(calls.roots)
     elif isinstance(loss, Tensor) and (loss.requires_grad or not differentiate):
         root = loss
@@ -165,6 +163,66 @@ def _describe(loss: Any) -> str:
     return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
 
 
+class _BackwardDispatch:
+    """``torch.autograd.backward`` where threads have handlers of their own for the calls that they make.
+
+    The function is one for the whole process. If every interception put back what it found, those of two threads that
+    overlap would be undone in another order than they were made, and one would stay for good. So a single dispatcher
+    stands there while there are any; what a thread without a handler calls goes on as it came.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._installed: Callable[..., None] | None = None
+        self._original: Callable[..., None] = torch.autograd.backward
+        self._thread = threading.local()
+
+    @contextmanager
+    def to(self, handler: Callable[..., None]) -> Iterator[None]:
+        """Have ``handler(original, *args, **kwargs)`` take this thread's calls; ``original`` is the handler outside."""
+        handlers = self._handlers()
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._install()
+        handlers.append(handler)
+        try:
+            yield
+        finally:
+            handlers.pop()
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._remove()
+
+    def _handlers(self) -> list[Callable[..., None]]:
+        return self._thread.__dict__.setdefault("handlers", [])
+
+    def _install(self) -> None:
+        original = torch.autograd.backward
+
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> None:
+            call: Callable[..., None] = original
+            # One that somebody wrapped, or fetched before it was removed, has nothing to do any more.
+            for handler in self._handlers() if self._installed is backward else ():
+                call = functools.partial(handler, call)
+            call(*args, **kwargs)
+
+        self._original, self._installed = original, backward
+        torch.autograd.backward = backward
+
+    def _remove(self) -> None:
+        # What another library has put there since is not ours to remove.
+        if torch.autograd.backward is self._installed:
+            torch.autograd.backward = self._original
+        self._installed = None
+
+
+_backward_dispatch = _BackwardDispatch()
+
+
 @contextmanager
 def _intercept_backward(
     calls: _BackwardCalls,
@@ -172,11 +230,10 @@ def _intercept_backward(
     differentiate: bool,
     gradients: Sequence[Tensor | None] | None,
 ) -> Iterator[None]:
-    original = torch.autograd.backward
-    thread = threading.get_ident()
     ours = {id(p) for p in params}
 
     def backward(
+        original: Callable[..., None],
         tensors: Any,
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
@@ -186,9 +243,6 @@ def _intercept_backward(
     ) -> None:
         chosen = [inputs] if isinstance(inputs, Tensor) else inputs
         wanted = None if chosen is None else {id(t) for t in chosen}
-        if threading.get_ident() != thread:
-            original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-            return
         if wanted is not None and not wanted & ours:
             original(tensors, grad_tensors, True, create_graph, grad_variables, inputs)
             return
@@ -214,7 +268,7 @@ def _intercept_backward(
                     p.grad = g if p.grad is None else p.grad.detach() + g
                     calls.written[i] = (p.grad, p.grad._version)
 
-    with mock.patch.object(torch.autograd, "backward", backward):
+    with _backward_dispatch.to(backward):
         yield
 
 

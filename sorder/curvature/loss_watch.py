@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,12 +65,28 @@ class WatchedCall:
         arguments: the other arguments by name (target, weight, reduction, …), or None where the loss is not
             ``function`` of ``outputs`` themselves, as after a reshape of log-probabilities.
         position: number of the call before which z was met, and the name of its argument there.
+        version: of the outputs when z was met.
     """
 
     function: Callable[..., Tensor]
     outputs: Tensor
     arguments: dict[str, Any] | None
     position: tuple[int, str]
+    version: int
+
+    def check_unchanged(self) -> None:
+        """ValueError if the outputs were written to since: closed forms read them."""
+        if version_of(self.outputs) != self.version:
+            raise ValueError(
+                f"the closure changed the outputs of shape {tuple(self.outputs.shape)} in place after "
+                f"{self.function.__name__} had read them, so that their curvature cannot be told; work on a copy, as "
+                "in p = logits.detach().clone()"
+            )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Rises with every in-place change; 0 where none is counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +116,7 @@ class _Source:
     outputs: Tensor
     position: tuple[int, str]
     dim: int | None
+    version: int
     direct: bool = True
 
 
@@ -151,26 +168,29 @@ class LossWatch(FirstCallMode):
         if function in _RESHAPES and args:
             source = self._tables.log_softmax.get(args[0])
             if source is not None:
-                self._tables.log_softmax[result] = _Source(source.outputs, source.position, source.dim, direct=False)
+                self._tables.log_softmax[result] = replace(source, direct=False)
         return result
 
     def _split(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number = self._calls
         self._calls += 1
+        name, first, others = bind(function, args, kwargs)
+        version = version_of(first)
         result = function(*args, **kwargs)
         if not result.requires_grad:
             return result
-        name, first, others = bind(function, args, kwargs)
         if function in LOG_SOFTMAXES or function in SIGMOIDS:
             table = self._tables.log_softmax if function in LOG_SOFTMAXES else self._tables.sigmoid
-            table[result] = _Source(first, (number, name), others.get("dim"))
+            table[result] = _Source(first, (number, name), others.get("dim"), version)
             return result
         if any(isinstance(t, Tensor) and t.requires_grad for t in others.values()):
             # A target or weight that depends on the parameters: convex in the outputs only for a square loss,
             # which is as good a function of its second argument.
             if function is F.mse_loss and not first.requires_grad:
                 swapped = {**others, "target": first}
-                self._record(result, WatchedCall(function, others["target"], swapped, (number, "target")))
+                target = others["target"]
+                watched = WatchedCall(function, target, swapped, (number, "target"), version_of(target))
+                self._record(result, watched)
             return result
         call: WatchedCall | None = None
         if function in AFTER_LOG_SOFTMAX:
@@ -178,12 +198,14 @@ class LossWatch(FirstCallMode):
             if source is not None:
                 direct = function is F.nll_loss and source.direct and _over_classes(source)
                 arguments = others if direct else None
-                call = WatchedCall(F.cross_entropy, source.outputs, arguments, source.position)
+                call = WatchedCall(F.cross_entropy, source.outputs, arguments, source.position, source.version)
         elif function is F.binary_cross_entropy and first in self._tables.sigmoid:
             source = self._tables.sigmoid[first]
-            call = WatchedCall(F.binary_cross_entropy_with_logits, source.outputs, others, source.position)
+            call = WatchedCall(
+                F.binary_cross_entropy_with_logits, source.outputs, others, source.position, source.version
+            )
         else:
-            call = WatchedCall(function, first, others, (number, name))
+            call = WatchedCall(function, first, others, (number, name), version)
         if call is not None:
             self._record(result, call)
             if function.__name__ not in self.seen:

@@ -13,6 +13,7 @@ from sorder.curvature.graph import python_nodes, watch_for_cuts
 from sorder.curvature.split import Position, SplitRecorder
 from sorder.curvature.substitution import dual_parameters, functional
 from sorder.func.gradient import grad_and_value
+from sorder.func.no_grad import NoGradStopsTangents
 from sorder.func.written_out import WrittenOut
 
 Vector = Sequence[Tensor]
@@ -22,9 +23,11 @@ Check = Callable[..., None]
 
 
 def zeros_for_none(found: Sequence[Tensor | None], like: Vector) -> list[Tensor]:
-    """``found`` dense, with zeros in the place of missing tensors."""
+    """``found`` dense, with zeros in the place of missing tensors and of autograd's symbolic zeros."""
     return [
-        torch.zeros_like(p) if g is None else (g.to_dense() if g.layout != torch.strided else g).detach()
+        torch.zeros_like(p)
+        if g is None or g._is_zerotensor()
+        else (g.to_dense() if g.layout != torch.strided else g).detach()
         for g, p in zip(found, like, strict=True)
     ]
 
@@ -122,7 +125,7 @@ def jacobian_by_dual_numbers(
     """v ↦ J v, the live parameters being dual numbers, without any graph; nothing is kept."""
 
     def product(v: Vector) -> list[Tensor]:
-        with dual_parameters(params, v), SplitRecorder(positions) as recorder:
+        with dual_parameters(params, v, graph=False), NoGradStopsTangents(), SplitRecorder(positions) as recorder:
             duals = [forward_ad.unpack_dual(z) for z in recorder.outputs(run().outputs)]
             check([d.primal.detach() for d in duals])
             return zeros_for_none([d.tangent for d in duals], [d.primal for d in duals])
@@ -141,7 +144,7 @@ def jacobian_by_substitution(
 
     def outputs(*values: Tensor) -> tuple[Tensor, ...]:
         # The recorder is entered first, so that it sees substituted arguments.
-        with SplitRecorder(positions) as recorder:
+        with NoGradStopsTangents(), SplitRecorder(positions) as recorder:
             evaluation = functional(run, params, used)(*values)
         own = {id(p): value for p, value in zip(params, values, strict=True)}
         return tuple(own.get(id(z), z) for z in recorder.outputs(evaluation.outputs))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from sorder.curvature.loss_watch import LossWatch
 from sorder.curvature.modes import Product, Vector
 from sorder.curvature.replay import Replay
 from sorder.curvature.split import KINDS, Split, find_split
+from sorder.linalg.checks import check_number
 
 MODES = ("auto", REVERSE, FORWARD)
-RANDOMNESS = "the closure's randomness, which differs between runs,"
+RANDOMNESS = "a closure that changes between runs (its randomness, its data, or parameters moved since)"
 
 
 class CurvaturePoint:
@@ -31,7 +33,7 @@ class CurvaturePoint:
     The closure is a plain function of nothing over live parameters, as an optimizer is given one. It returns the loss
     or ``(loss, outputs)``, and may call ``backward`` itself. It runs once when the point is made. Products see the
     function of that run: the same dropout masks and buffers; buffers and random generators end up as after one run,
-    however many products are taken. Plain ``F.scaled_dot_product_attention`` needs :func:`sorder.exact_attention`
+    however many products are taken. The parameters must not move before the last product. Plain ``F.scaled_dot_product_attention`` needs :func:`sorder.exact_attention`
     around the point and its products.
 
     With J the Jacobian of the outputs z(θ) and ℓ the loss as a function of z, products are with
@@ -97,9 +99,11 @@ class CurvaturePoint:
         seed: int = 0,
     ) -> None:
         self._single = callable(closure)
-        self._closures: list[Closure] = [closure] if callable(closure) else list(closure)
+        # What is neither a callable nor several is refused below.
+        several = isinstance(closure, Iterable) and not callable(closure)
+        self._closures: list[Closure] = list(cast(Iterable[Closure], closure if several else [closure]))
         self.params = list(params)
-        _check(self._closures, self.params, kind, mode)
+        _check(self._closures, self.params, kind, mode, sign, seed)
         self._sign = sign
         self._mode = mode
         self._products: list[Product] = []
@@ -181,7 +185,7 @@ class CurvaturePoint:
                 raise MissingDerivativeError(RANDOMNESS)
 
         def dual() -> Product:
-            run = partial(self._rerun, number, graph=False)
+            run = partial(self._rerun, number)
             return modes.jacobian_by_dual_numbers(run, self.params, split.positions, check)
 
         def substituted() -> Product:
@@ -261,6 +265,10 @@ class CurvaturePoint:
 
         Returns:
             One tensor per parameter, in the dtype of the entries of ``v``.
+
+        Raises:
+            TypeError: ``v`` is no sequence of real floating-point tensors.
+            ValueError: its length or a shape differs.
         """
         if not self._products:
             raise RuntimeError("product() after release()")
@@ -296,7 +304,7 @@ class CurvaturePoint:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _rerun(self, number: int, graph: bool = True) -> Evaluation:
+    def _rerun(self, number: int) -> Evaluation:
         """Closure ``number`` once more: same random numbers, same buffers, no trace, ``.grad`` included."""
         self.evaluations += 1
         with ExitStack() as stack:
@@ -309,9 +317,7 @@ class CurvaturePoint:
             stack.callback(torch.set_autocast_cache_enabled, cache)
             torch.set_autocast_cache_enabled(False)
             gradients = self._evaluations[number].gradient
-            return run_closure(
-                self._closures[number], self.params, differentiate=False, gradients=gradients, graph=graph
-            )
+            return run_closure(self._closures[number], self.params, differentiate=False, gradients=gradients)
 
     @contextmanager
     def _derivatives(self) -> Iterator[None]:
@@ -350,13 +356,17 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
-def _check(closures: Sequence[Closure], params: Sequence[Tensor], kind: str | None, mode: str) -> None:
+def _check(
+    closures: Sequence[Closure], params: Sequence[Tensor], kind: str | None, mode: str, sign: float, seed: int
+) -> None:
     if not closures or not all(callable(c) for c in closures):
         raise TypeError(f"closure must be a callable or a nonempty sequence of callables, got {closures!r}")
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    check_number("sign", sign, "be finite", math.isfinite)
+    check_number("seed", seed, "be an integer", lambda _: True, integer=True)
     if not params:
         raise ValueError("params is empty")
     for i, p in enumerate(params):
@@ -367,8 +377,13 @@ def _check(closures: Sequence[Closure], params: Sequence[Tensor], kind: str | No
 
 
 def _check_vector(v: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    if isinstance(v, Tensor) or not isinstance(v, Sized):
+        raise TypeError(f"v must be a sequence with one tensor per parameter, got {type(v).__name__}")
     if len(v) != len(params):
         raise ValueError(f"v must have one tensor for each of {len(params)} parameters, got {len(v)}")
     for i, (t, p) in enumerate(zip(v, params, strict=True)):
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            got = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise TypeError(f"v[{i}] must be a real floating-point tensor, got {got}")
         if t.shape != p.shape:
             raise ValueError(f"v[{i}] must have the parameter's shape {tuple(p.shape)}, got {tuple(t.shape)}")

@@ -109,6 +109,7 @@ def _closed_split(losses: LossSum, fisher_seed: int | None = None) -> Split:
     positions: list[Position] = []
     pieces = []
     for k, (call, scale) in enumerate(losses.terms):
+        call.check_unchanged()
         number = numbers.setdefault(id(call.outputs), len(outputs))
         if number == len(outputs):
             outputs.append(call.outputs)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sorder.curvature.errors import MissingDerivativeError
 from sorder.func.ambient import FirstCallMode
+from sorder.func.no_grad import PROPERTY, VIEWS
 
 
 class Substitute(FirstCallMode):
@@ -30,7 +31,7 @@ class Substitute(FirstCallMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Properties such as p.shape, p.requires_grad and p.grad are of the parameter itself.
-        if getattr(function, "__name__", "") in _PROPERTY and function not in _VIEWS:
+        if getattr(function, "__name__", "") in PROPERTY and function not in VIEWS:
             return function(*args, **(kwargs or {}))
         args = tuple([self._swap(a) for a in args])
         return function(*args, **{k: self._swap(v) for k, v in (kwargs or {}).items()})
@@ -54,11 +55,6 @@ class Substitute(FirstCallMode):
         return [i for i, p in enumerate(params) if id(p) not in self._used]
 
 
-_PROPERTY = ("__get__", "__set__", "__delete__")
-# Properties that give a view of the tensor.
-_VIEWS = frozenset(getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH"))
-
-
 def functional(
     closure: Callable[[], Any], params: Sequence[Tensor], expected: Sequence[int] = ()
 ) -> Callable[..., Any]:
@@ -80,11 +76,20 @@ def functional(
 
 
 @contextmanager
-def dual_parameters(params: Sequence[Tensor], tangents: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which the live ``params`` are dual numbers with ``tangents``. Such contexts do not nest."""
+def dual_parameters(params: Sequence[Tensor], tangents: Sequence[Tensor], graph: bool = True) -> Iterator[None]:
+    """Context in which the live ``params`` are dual numbers with ``tangents``. Such contexts do not nest.
+
+    With ``graph=False`` they require no gradients, so that no graph is recorded.
+    """
     # The values stay, so graphs that hold the parameters stay valid, and their versions must, too.
     with forward_ad.dual_level():
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(params)):
             for p, tangent in zip(params, tangents, strict=True):
                 p.copy_(forward_ad.make_dual(p.detach().clone(), tangent))
-        yield
+        for p in params:
+            p.requires_grad_(graph)
+        try:
+            yield
+        finally:
+            for p in params:
+                p.requires_grad_()

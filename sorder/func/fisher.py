@@ -44,6 +44,7 @@ def fvp(
 
     Raises:
         ValueError: ``loss_fn`` is none of these losses; or as :func:`sorder.func.hvp`.
+        TypeError: ``generator`` is no ``torch.Generator``; or as :func:`sorder.func.hvp`.
 
     Example:
         >>> x, y = torch.ones(4, 2), torch.tensor([0, 1, 0, 1])
@@ -53,6 +54,9 @@ def fvp(
         tensor([[ 0.2500, -0.2500],
                 [ 0.2500, -0.2500]])
     """
+
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
 
     def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
         call = find_loss_call(loss_fn, outputs)
@@ -105,7 +109,7 @@ def empirical_fvp(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not isinstance(sample_dims, int) or sample_dims < 1:
+    if not isinstance(sample_dims, int) or isinstance(sample_dims, bool) or sample_dims < 1:
         raise ValueError(f"sample_dims must be an integer of at least 1, got {sample_dims!r}")
 
     def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from sorder.func._arguments import Argnums, check_callable, check_scalar, moving, split_aux
+from sorder.func._fused_attention import explained
 from sorder.func.ambient import RandomState
 from sorder.func.hvp import hvp
 from sorder.func.loss_call import LossCall, find_loss_call
+from sorder.func.no_grad import NoGradStopsTangents
 
 
 def ggnvp(
@@ -81,7 +83,8 @@ def gauss_newton_product(
 
     def model(*values: Any) -> Any:
         try:
-            returned = m.function(*values)
+            with NoGradStopsTangents():
+                returned = m.function(*values)
         except Exception as error:
             raise_if_swapped(model_fn, loss_fn, primals, error)
             raise
@@ -99,7 +102,8 @@ def gauss_newton_product(
         return value
 
     # Two passes rather than one that records both: no graph of the tangents is kept.
-    forward: Any = torch.func.jvp(model, m.primals, m.tangents, has_aux=has_aux)
+    with explained():
+        forward: Any = torch.func.jvp(model, m.primals, m.tangents, has_aux=has_aux)
     out, moved = forward[:2]
     cotangent = output_map(checked, out, moved)
     del out, moved, forward  # the second pass has outputs of its own

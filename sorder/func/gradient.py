@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch import eager_transforms
@@ -17,16 +18,23 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 
 def is_differentiated(*trees: Any) -> bool:
-    """Whether an enclosing transform, or autograd through a tensor of ``trees``, may differentiate a result."""
-    transforms = get_interpreter_stack() or ()
-    return any(t.key() == TransformType.Grad for t in transforms) or any(map(is_recorded, tree_leaves(trees)))
+    """Whether an enclosing transform, or autograd through a tensor of ``trees``, may differentiate a result.
+
+    Under a forward-mode level autograd may have the tangents, which are not looked at.
+    """
+    transforms = {t.key() for t in get_interpreter_stack() or ()}
+    nested = forward_ad._current_level >= 0 or not transforms.isdisjoint({TransformType.Grad, TransformType.Jvp})
+    return nested or any(map(is_recorded, tree_leaves(trees)))
 
 
 def grad_and_value(f: Callable[..., Any], keep_graph: Callable[[Tensor], bool]) -> Callable[..., Any]:
     """x ↦ (∇f(x), (f(x), aux)), over all arguments, for an ``f`` that returns (scalar, aux).
 
-    ``keep_graph`` tells from the value, before the backward pass, whether that is to be recorded.
+    ``keep_graph`` tells from the value, before the backward pass, whether that is to be recorded. Without a record,
+    tensors that only the backward pass meets, in hooks, are constants.
     """
+    if torch.compiler.is_compiling():  # dynamo knows torch.func's own
+        return lambda *primals: torch.func.grad_and_value(f, tuple(range(len(primals))), has_aux=True)(*primals)
 
     @eager_transforms.doesnt_support_saved_tensors_hooks
     def function(*primals: Any) -> tuple[Any, ...]:

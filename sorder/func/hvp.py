@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from sorder.func._arguments import Argnums, Moving, check_scalar, moving, split_aux
+from sorder.func._fused_attention import explained
 from sorder.func.gradient import grad_and_value, is_differentiated, is_recorded
 from sorder.func.written_out import WrittenOut
 
@@ -82,7 +83,7 @@ def value_grad_hvp(
         >>> value_grad_hvp(lambda x: (x**3).sum(), (torch.tensor([2.0]),), torch.tensor([1.0]), argnums=0)
         (tensor(8.), tensor([12.]), tensor([12.]))
     """
-    if mode not in _MODES:
+    if not isinstance(mode, str) or mode not in _MODES:
         raise ValueError(f"mode must be one of {', '.join(map(repr, get_args(Mode)))}, got {mode!r}")
     m = moving("f", f, primals, tangents, argnums)
 
@@ -96,7 +97,8 @@ def value_grad_hvp(
         check_scalar("f", value, "; a function that returns (scalar, aux) needs has_aux=True" if pair else "")
         return value, aux
 
-    value, gradient, product, aux = _MODES[mode](with_aux, m)
+    with explained():
+        value, gradient, product, aux = _MODES[mode](with_aux, m)
     results = (value, m.result(gradient), m.result(product))
     return (*results, aux) if has_aux else results
 

@@ -21,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
-from torch.overrides import TorchFunctionMode
+
+from sorder.func.no_grad import NoGradStopsTangents
 
 
-class WrittenOut(TorchFunctionMode):
+class WrittenOut(NoGradStopsTangents):
     """Within this mode losses and softmaxes are compositions of simpler operations, right everywhere.
+
+    It also is a :class:`sorder.func.no_grad.NoGradStopsTangents`.
 
     Args:
         norms: whether layer, batch and instance norm are, too.
@@ -36,8 +39,9 @@ class WrittenOut(TorchFunctionMode):
         super().__init__()
         self._replacements = _LOSSES | _SOFTMAXES | (_NORMS if norms else {}) | (_DROPOUTS if dropout else {})
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._replacements.get(func, func)(*args, **(kwargs or {}))
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func`` or its replacement."""
+        return self._replacements.get(func, func)(*args, **kwargs)
 
 
 def _normalize(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:

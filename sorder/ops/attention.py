@@ -68,7 +68,7 @@ def attention(
         float32, or float64 for float64 inputs.
 
     Raises:
-        TypeError: an input is not a floating tensor, or dtypes differ.
+        TypeError: an input is not a dense floating tensor, or dtypes differ; an option is of another type.
         ValueError: shapes or devices do not fit, a width exceeds 256, or there is no key.
         NotImplementedError: a feature not supported yet, a third derivative, or ``jvp`` of ``jvp``.
 
@@ -90,6 +90,10 @@ def attention(
             "Use is_causal=True for a causal mask, pack sequences without padding, or take materialised attention "
             "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH))",
         )
+    if not _is_number(dropout_p):
+        raise TypeError(f"dropout_p must be a number, got {dropout_p!r}")
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
     if dropout_p != 0.0:
         raise NotServedError(
             f"dropout_p={dropout_p}: attention dropout is not supported yet", "The nearest that works is dropout_p=0.0"
@@ -105,11 +109,11 @@ def attention(
         query, key, value = (x.expand(*lead, *x.shape[-2:]) for x in (query, key, value))
     if isinstance(scale, torch.Tensor):
         raise TypeError("scale must be a number or None, got a tensor, whose gradient would be lost; scale the query")
-    if scale is not None and not isinstance(scale, SupportsFloat):
+    if scale is not None and not _is_number(scale):
         raise TypeError(f"scale must be a number or None, got {type(scale).__name__}")
     spec = AttentionSpec(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        causal=bool(is_causal),
+        causal=is_causal,
         precision=_float32_precision() if precision is None else _checked_precision(precision),
     )
     output, lse = apply(Attention, query, key, value, spec)
@@ -123,11 +127,17 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     for name, x in zip(("query", "key", "value"), tensors, strict=True):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, SupportsFloat) and not isinstance(value, bool | torch.Tensor)
 
 
 def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -240,3 +240,27 @@ def _tangent_of_backward(
     if to is None or tl is None:  # the caches' tangents did not come along
         to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
     return apply(AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)
+
+
+def _differentiable(function: type[Function], operator: Any) -> Any:
+    """The operator's autograd: calls that a graph tracer recorded (torch.export, linearize) go through the Function."""
+
+    def call(*args: Any) -> Any:
+        *tensors, scale, causal, precision = args
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+            outputs = function.apply(*tensors, AttentionSpec(scale, causal, precision))
+            return outputs if function in (Attention, AttentionTangent) else [x for x in outputs if x is not None]
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(*args)
+
+    return call
+
+
+for _function, _name in (
+    (Attention, "forward"),
+    (AttentionTangent, "tangent"),
+    (AttentionBackward, "backward"),
+    (AttentionBackwardTangent, "backward_tangent"),
+):
+    _operator = getattr(torch.ops.sorder, f"attention_{_name}")
+    maps.library.impl(f"attention_{_name}", _differentiable(_function, _operator), "Autograd")

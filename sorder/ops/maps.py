@@ -101,7 +101,7 @@ def _backward_tangent_op(
 # out. They return only the outputs that exist.
 _CACHES = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
 _SPEC = "float scale, bool causal, str precision"
-_library = torch.library.Library("sorder", "DEF")
+library = torch.library.Library("sorder", "DEF")
 for _signature, _implementation in {
     f"attention_forward(Tensor q, Tensor k, Tensor v, {_SPEC}) -> (Tensor, Tensor)": _forward_op,
     f"attention_tangent({_CACHES}, Tensor? tq, Tensor? tk, Tensor? tv, {_SPEC}) -> (Tensor, Tensor)": _tangent_op,
@@ -109,8 +109,8 @@ for _signature, _implementation in {
     f"attention_backward_tangent({_CACHES}, Tensor? do, Tensor? dl, Tensor? tq, Tensor? tk, Tensor? tv, "
     f"Tensor? to, Tensor? tl, Tensor? tdo, Tensor? tdl, str wanted, {_SPEC}) -> Tensor[]": _backward_tangent_op,
 }.items():
-    _library.define(_signature)
-    _library.impl(_signature.split("(")[0], _implementation, "CompositeExplicitAutograd")
+    library.define(_signature)
+    library.impl(_signature.split("(")[0], _implementation, "CompositeExplicitAutograd")
 
 
 def moved_to_front(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
@@ -136,7 +136,13 @@ def _vmap_rule(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in ("forward", "tangent", "backward", "backward_tangent"):
     _operator = getattr(torch.ops.sorder, f"attention_{_name}")
-    torch.library.register_vmap(f"sorder::attention_{_name}", _vmap_rule(_operator), lib=_library)
+    torch.library.register_vmap(f"sorder::attention_{_name}", _vmap_rule(_operator), lib=library)
+
+
+def _call(operator: Callable[..., Any], *args: Any) -> Any:
+    """The operator below autograd: its callers are the Functions that differentiate it."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
 
 
 def _spread(outputs: list[torch.Tensor], present: str) -> tuple[Optional, Optional, Optional]:
@@ -149,7 +155,7 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """F: output (..., Nq, dv) and log-sum-exp (..., Nq), float32 or float64."""
-    return torch.ops.sorder.attention_forward(q, k, v, spec.scale, spec.causal, spec.precision)
+    return _call(torch.ops.sorder.attention_forward, q, k, v, spec.scale, spec.causal, spec.precision)
 
 
 def tangent(
@@ -159,7 +165,9 @@ def tangent(
     """J: tangents of F's outputs; ``None`` where no input moves."""
     if tq is None and tk is None and tv is None:
         return None, None
-    return torch.ops.sorder.attention_tangent(q, k, v, o, lse, tq, tk, tv, spec.scale, spec.causal, spec.precision)
+    return _call(
+        torch.ops.sorder.attention_tangent, q, k, v, o, lse, tq, tk, tv, spec.scale, spec.causal, spec.precision
+    )
 
 
 def backward(
@@ -171,8 +179,8 @@ def backward(
         wanted = wanted.replace("v", "")
     if not wanted or (do is None and dl is None):
         return None, None, None
-    outputs = torch.ops.sorder.attention_backward(
-        q, k, v, o, lse, do, dl, wanted, spec.scale, spec.causal, spec.precision
+    outputs = _call(
+        torch.ops.sorder.attention_backward, q, k, v, o, lse, do, dl, wanted, spec.scale, spec.causal, spec.precision
     )
     return _spread(outputs, wanted)
 
@@ -189,7 +197,25 @@ def backward_tangent(
     moves = moves_p or tdo is not None or tdl is not None or (tv is not None and do is not None)
     if not wanted or not moves:
         return None, None, None
-    outputs = torch.ops.sorder.attention_backward_tangent(
-        q, k, v, o, lse, do, dl, tq, tk, tv, to, tl, tdo, tdl, wanted, spec.scale, spec.causal, spec.precision
+    outputs = _call(
+        torch.ops.sorder.attention_backward_tangent,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        do,
+        dl,
+        tq,
+        tk,
+        tv,
+        to,
+        tl,
+        tdo,
+        tdl,
+        wanted,
+        spec.scale,
+        spec.causal,
+        spec.precision,
     )
     return _spread(outputs, wanted)

@@ -17,7 +17,7 @@ from sorder.linalg.pytree import wide_dtype
 from sorder.optim.attention_routing import routed_attention
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_state_dict
+from sorder.optim.validation import check_parameters, check_state_dict, not_nested
 
 Estimator = Callable[[diagonal.Product, Sequence[Tensor], torch.Generator], Sequence[Tensor]]
 ESTIMATORS = ("hutchinson", "bekas", "exact")
@@ -53,9 +53,7 @@ class DiagonalOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_options(group)
-            for i, p in enumerate(group["params"]):
-                if not p.is_floating_point():
-                    raise ValueError(f"parameters must be real floating-point, but number {i} is {p.dtype}")
+            check_parameters(group["params"])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -73,6 +71,7 @@ class DiagonalOptimizer(Optimizer):
         return False
 
     @torch.no_grad()
+    @not_nested
     def update_curvature(self, closure: Any) -> None:
         """Estimate the curvature's diagonal, for the next step, whether or not an update is due by then.
 
@@ -90,6 +89,7 @@ class DiagonalOptimizer(Optimizer):
             self._pending = self._measure(closure, params, transaction)
 
     @torch.no_grad()
+    @not_nested
     def step(self, closure: Any = None, *, curvature_closure: Any = None) -> Any:
         """Take one step.
 
@@ -105,7 +105,8 @@ class DiagonalOptimizer(Optimizer):
 
         Raises:
             TypeError: an update is due, and nothing was given to take the curvature from. FloatingPointError: a loss,
-                a gradient or an estimate is not finite. Nothing has changed.
+                a gradient or an estimate is not finite. RuntimeError: it was called inside a closure of its own.
+                Nothing has changed.
         """
         due = self.curvature_due
         params = self._params

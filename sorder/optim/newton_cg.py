@@ -18,7 +18,7 @@ from sorder.optim.last_step import NewtonCGStep
 from sorder.optim.newton_step import NewtonStep
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_options, check_state_dict
+from sorder.optim.validation import check_factors, check_options, check_parameters, check_state_dict, not_nested
 
 Preconditioner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # Key of the optimizer's own state, beside the parameters', in the state dict.
@@ -109,9 +109,12 @@ class NewtonCG(Optimizer):
         last_step: :class:`NewtonCGStep` of the last step, or None.
 
     Raises:
-        ValueError: an option is out of range; the message names it. (By ``step``, too, and if the closure changes
+        ValueError: an option is out of range; the message names it. ``lr``, ``damping``, ``trust_radius`` and
+            ``weight_decay`` are at most 2.6e15 (2e123 where all parameters are float64). Parameters are on the meta
+            device. (By ``step``, too, and if the closure changes
             ``.grad`` after ``backward``, or returns a loss that is not a scalar or has no graph.)
         TypeError: (by ``step``) there is no closure, or it returns neither a loss nor ``(loss, outputs)``.
+        RuntimeError: (by ``step``) it was called inside a closure of its own. Nothing has changed.
         FloatingPointError: (by ``step``) the loss, a gradient or a product is not finite. Nothing has changed.
             sorder.curvature.CurvatureError: (by ``step``) an operation lacks derivatives. Nothing has changed.
 
@@ -192,14 +195,14 @@ class NewtonCG(Optimizer):
         group = self.param_groups[-1]
         try:
             check_options(group)
-            for i, p in enumerate(group["params"]):
-                if not p.is_floating_point():
-                    raise ValueError(f"parameters must be real floating-point, but number {i} is {p.dtype}")
+            check_parameters(group["params"])
+            check_factors(group, group["params"])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
     @torch.no_grad()
+    @not_nested
     def step(self, closure: Any = None, *, curvature_closure: Any = None) -> Any:
         """Take one step.
 
@@ -223,6 +226,8 @@ class NewtonCG(Optimizer):
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not params:
             raise ValueError("no parameter of the optimizer requires a gradient")
+        for group in self.param_groups:
+            check_factors(group, params)
         options = self.param_groups[0]
         mine = self._mine
         number = mine.get("step", 0)

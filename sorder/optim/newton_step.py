@@ -20,6 +20,7 @@ from sorder.optim.last_step import NewtonCGStep
 from sorder.optim.line_search import LineSearchResult, armijo
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
+from sorder.optim.validation import largest_factor
 
 Vector = Sequence[Tensor]
 # Doublings of a step along negative curvature, whose length the quadratic does not tell.
@@ -273,6 +274,10 @@ class NewtonStep:
             if ratio < 0.25:
                 raised = rules.raised_damping(damping, matching, length, self.gradient_norm, norm)
                 self.next_damping = max(self.next_damping, raised)
+        # An option that the next step would refuse is of no use to it.
+        limit = largest_factor(self.params)
+        self.next_damping = min(self.next_damping, limit)
+        self.next_radius = self.next_radius if self.next_radius is None else min(self.next_radius, limit)
 
     def _decay_weights(self) -> None:
         """Decoupled weight decay, p ← (1 − lr·decay)·p (Loshchilov & Hutter 2019)."""

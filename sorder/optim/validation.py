@@ -1,16 +1,20 @@
-"""Checks of options and state dicts, before anything changes."""
+"""Checks of calls, parameters, options and state dicts, before anything changes."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from sorder.curvature.point import MODES
 from sorder.curvature.split import KINDS
+from sorder.linalg.pytree import wide_dtype
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "curvature": KINDS,
@@ -39,6 +43,68 @@ RANGES: dict[str, tuple[float, bool, float, bool, bool]] = {
     "weight_decay": (0.0, True, math.inf, False, False),
 }
 INTEGERS = ("max_trials", "cg_iterations", "seed")
+# Options that multiply vectors, and so are bounded by the range of the parameters' dtype.
+FACTORS = ("lr", "damping", "trust_radius", "weight_decay")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+_running: set[int] = set()
+_running_lock = threading.Lock()
+
+
+def not_nested(method: Method) -> Method:
+    """Decorator of an optimizer's methods that run closures: RuntimeError where one of them is already running.
+
+    A step inside a closure of another one of the same optimizer, or in a second thread, would move the parameters
+    and the state under its feet.
+    """
+
+    @functools.wraps(method)
+    def guarded(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with _running_lock:
+            if id(self) in _running:
+                raise RuntimeError(
+                    f"{type(self).__name__}.{method.__name__}() was called while a step of the same optimizer runs, "
+                    "by its closure or in another thread. A closure must only evaluate the loss; call "
+                    f"{method.__name__}() after the step, or use an optimizer of its own for other parameters"
+                )
+            _running.add(id(self))
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            _running.discard(id(self))
+
+    return cast(Method, guarded)
+
+
+def check_parameters(params: Sequence[Tensor]) -> None:
+    """ValueError that names the first parameter that is not real floating-point, or has no values."""
+    for i, p in enumerate(params):
+        if not p.is_floating_point():
+            raise ValueError(f"parameters must be real floating-point, but number {i} is {p.dtype}")
+        if p.is_meta:
+            raise ValueError(
+                f"parameters must have values, but number {i} (shape {tuple(p.shape)}) is on the meta device: make "
+                "the optimizer after the model has been materialised, by to_empty() or load_state_dict(assign=True)"
+            )
+
+
+def largest_factor(params: Sequence[Tensor]) -> float:
+    """Bound on :data:`FACTORS`: squared norms of vectors times such a factor stay in the range of the dtype.
+
+    About 2.6e15 for parameters of 16 and 32 bits, whose vectors are float32, and 2e123 for float64.
+    """
+    return min(torch.finfo(wide_dtype(p.dtype)).max ** 0.4 for p in params)
+
+
+def check_factors(options: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+    """ValueError that names an option of :data:`FACTORS` too large for the dtype of ``params``."""
+    if not params:
+        return
+    limit = largest_factor(params)
+    for name in FACTORS:
+        if options[name] is not None and float(options[name]) > limit:
+            dtypes = ", ".join(sorted({str(p.dtype) for p in params}))
+            raise ValueError(f"{name} must be at most {limit:.2g} for parameters of {dtypes}, got {options[name]!r}")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -52,7 +118,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             continue
         try:
             number = math.nan if value is None else float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             number = math.nan
         above = low <= number if with_low else low < number
         below = number <= high if with_high else number < high

@@ -121,3 +121,29 @@ def test_a_loss_without_gradient_is_not_recorded(model: nn.Module) -> None:
         return z.square().sum()
 
     assert point(model, loss)[0].kind == "hessian"
+
+
+def in_place_metric(logits: Tensor) -> None:
+    p = logits.detach()
+    p.sub_(p.amax(-1, keepdim=True)).exp_()
+
+
+def overwrite(logits: Tensor) -> None:
+    with torch.no_grad():
+        logits.zero_()
+
+
+@pytest.mark.parametrize("change", [in_place_metric, overwrite, Tensor.exp_])
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda z, y: F.nll_loss(F.log_softmax(z, -1), y)])
+def test_outputs_changed_after_the_loss_are_refused(change: Any, loss: Any) -> None:
+    w = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0, 2])
+
+    def closure() -> Tensor:
+        logits = x @ w
+        value = loss(logits, y)
+        change(logits)
+        return value
+
+    with pytest.raises(ValueError, match=r"changed the outputs of shape \(6, 3\) in place after cross_entropy"):
+        CurvaturePoint(closure, [w], "auto")

@@ -251,6 +251,14 @@ def test_a_closure_that_is_another_function_each_time_is_noticed() -> None:
         point.product([torch.ones_like(p)])
 
 
+@pytest.mark.parametrize("mode", ["reverse-over-reverse", "forward-over-reverse"])
+def test_a_linear_loss_has_products_that_can_be_written_to(mode: str) -> None:
+    p = torch.tensor([1.0, -2.0], requires_grad=True)
+    with CurvaturePoint(lambda: p.abs().sum(), [p], "hessian", mode=mode) as point:
+        (product,) = point.product([torch.ones(2)])
+    assert torch.equal(product.add_(1.0), torch.ones(2))
+
+
 def test_rounding_in_an_inner_autocast_region_is_not_taken_for_randomness(recwarn: pytest.WarningsRecorder) -> None:
     torch.manual_seed(0)
     model, x = torch.nn.Linear(16, 16), torch.randn(64, 16)
@@ -412,3 +420,34 @@ def test_a_large_vocabulary_needs_no_second_graph(mode: str) -> None:
             return point.product(ones(params))
 
     assert peak(product) < 1.7 * peak(gradient)
+
+
+def test_arguments_of_another_type_are_named() -> None:
+    model, params, x, y = problem()
+
+    def closure() -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    make: Any = CurvaturePoint
+    for arguments, message in (
+        ((None, params), "closure must be a callable or .* got"),
+        ((3, params), "closure must be a callable or .* got"),
+        ((closure, params, "ggn", {"sign": "a"}), "sign must be a number, got 'a'"),
+        ((closure, params, "fisher", {"seed": "a"}), "seed must be an integer, got 'a'"),
+        ((closure, params, "fisher", {"seed": 1.5}), "seed must be an integer, got 1.5"),
+    ):
+        options = arguments[3] if len(arguments) > 3 else {}
+        with pytest.raises(TypeError, match=message):
+            make(*arguments[:3], **options)
+    v: Any
+    with CurvaturePoint(closure, params) as point:
+        for v, message in (
+            (None, "v must be a sequence .* got NoneType"),
+            (params[0].detach(), "v must be a sequence .* got Tensor"),
+            ([None, *params[1:]], r"v\[0\] must be a real floating-point tensor, got NoneType"),
+            ([*params[:3], torch.ones(3, dtype=torch.int32)], r"v\[3\] must be a real .* got torch.int32"),
+            ([t.detach() * 1j for t in params], r"v\[0\] must be a real .* got torch.complex128"),
+        ):
+            with pytest.raises(TypeError, match=message):
+                point.product(v)
+        assert point.products == 0

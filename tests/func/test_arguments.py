@@ -148,6 +148,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no likelihood": (lambda: fvp(model, lambda z: z.sum(), (W,), (W,)), ValueError, "name no distribution"),
     "sample_dims": (lambda: empirical_fvp(model, loss, (W,), (W,), sample_dims=3), ValueError, "sample_dims"),
     "half a dimension": (lambda: empirical_fvp(model, loss, (W,), (W,), sample_dims=1.5), ValueError, "got 1.5"),  # type: ignore[arg-type]
+    "a boolean for sample_dims": (
+        lambda: empirical_fvp(model, loss, (W,), (W,), sample_dims=True),
+        ValueError,
+        "sample_dims must be an integer of at least 1, got True",
+    ),
+    "a word for the generator": (
+        lambda: fvp(model, loss, (W,), (W,), generator="x"),  # type: ignore[arg-type]
+        TypeError,
+        "generator must be a torch.Generator or None, got 'x'",
+    ),
     "reduction": (lambda: empirical_fvp(model, loss, (W,), (W,), reduction="none"), ValueError, "reduction must be"),
 }
 

@@ -45,6 +45,28 @@ def test_a_product_can_be_differentiated(mode: str, number: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", range(3), ids=["point", "captured", "direction"])
+def test_recorded_tangents_of_an_outer_jvp_keep_their_graph(mode: str, number: int) -> None:
+    values = inputs()
+    tangent = torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+    def slope(f: Callable[..., Tensor]) -> Tensor:
+        one = lambda x: f(*values[:number], x, *values[number + 1 :])  # noqa: E731
+        return jvp(one, (values[number],), (tangent,))[1]
+
+    want, got = (slope(f) for f in (reference, lambda *a: product(mode, *a)))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got, tangent), torch.autograd.grad(want, tangent))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled(mode: Any) -> None:
+    values = inputs()
+    compiled = torch.compile(lambda x, w, v: product(mode, x, w, v), backend="eager")
+    torch.testing.assert_close(compiled(*values), reference(*values))
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_under_no_grad_there_is_no_graph(mode: str) -> None:
     values = [x.requires_grad_() for x in inputs()]
     with torch.no_grad():

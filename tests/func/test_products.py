@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import sorder
 from sorder.func import empirical_fvp, find_loss_call, fvp, ggnvp, hvp, value_grad_hvp
 from tests.cases import (
     CASES,
@@ -232,3 +233,21 @@ def test_hvp_under_bfloat16_autocast_is_near_float32() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got = hvp(f, (params,), (v,), mode=mode)
         assert 1e-6 < relative_error(got, want) < 5e-2, mode
+
+
+@pytest.mark.parametrize("product", ["hvp", "ggnvp"])
+def test_fused_attention_points_to_exact_attention(product: str) -> None:
+    x = torch.randn(1, 1, 5, 8)
+
+    def model(w: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x * w, x, x)
+
+    def take() -> Tensor:
+        if product == "ggnvp":
+            return sorder.func.ggnvp(model, lambda z: z.square().sum(), (x,), x, argnums=0)
+        return sorder.func.hvp(lambda w: model(w).square().sum(), (x,), x, argnums=0)
+
+    with pytest.raises(NotImplementedError, match=r"under sorder\.exact_attention\(\)"):
+        take()
+    with sorder.exact_attention():
+        assert take().norm() > 0

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sorder.curvature import errors
-from sorder.optim import NewtonCG
+from sorder.optim import AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
 from tests.optim.problem import closure_of, data, model, values
 
 
@@ -241,3 +241,59 @@ def test_no_warning_where_the_hessian_was_asked_for_or_no_loss_of_torch_seen(mon
     assert caught(with_outputs, monkeypatch) == ("ggn", [])
     assert caught(by_hand, monkeypatch) == ("hessian", [])
     assert caught(lambda net: -closure_of(net)(), monkeypatch, maximize=True) == ("ggn", [])
+
+
+# ---------------------------------------------------------------------- a step inside its own closure
+
+
+@pytest.mark.parametrize("where", ["closure", "curvature_closure"])
+@pytest.mark.parametrize("call", ["step", "step without a closure", "update_curvature"])
+@pytest.mark.parametrize("maker", [NewtonCG, SophiaH, SophiaG, AdaHessian])
+def test_a_step_inside_its_own_closure_is_refused(maker: Callable[..., Any], call: str, where: str) -> None:
+    net = model()
+    optimizer = maker(net.parameters())
+    method = call.split()[0]
+    if not hasattr(optimizer, method):
+        pytest.skip("it has no such method")
+    plain, x = closure_of(net), data()[0]
+
+    def curvature() -> Any:
+        return gnb_loss(net(x)) if maker is SophiaG else plain()
+
+    optimizer.step(plain, curvature_closure=curvature)
+    if "update_interval" in optimizer.defaults:
+        optimizer.param_groups[0]["update_interval"] = 1
+    before, state = values(net), str(optimizer.state_dict())
+
+    def nested() -> Tensor:
+        loss = plain()
+        getattr(optimizer, method)(*(() if call == "step without a closure" else (curvature,)))
+        return loss
+
+    closures = {"closure": plain, "curvature_closure": curvature} | {where: nested}
+    message = rf"^{maker.__name__}\.{method}\(\) was called while a step of the same optimizer runs, by its closure"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step(**closures)
+    if call != "step" and hasattr(optimizer, "update_curvature"):
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.update_curvature(nested)
+    assert torch.equal(values(net), before) and str(optimizer.state_dict()) == state
+    assert all(p.grad is None for p in net.parameters())
+    # It was the call, not the optimizer, that was wrong.
+    optimizer.step(plain, curvature_closure=curvature)
+    assert not torch.equal(values(net), before)
+
+
+def test_a_step_of_another_optimizer_inside_a_closure_is_none_of_its_business() -> None:
+    net, other = model(), model(1)
+    inner = NewtonCG(other.parameters())
+    start = values(other)
+
+    def closure() -> Tensor:
+        inner.step(closure_of(other))
+        return closure_of(net)()
+
+    NewtonCG(net.parameters()).step(closure)
+    alone = model()
+    NewtonCG(alone.parameters()).step(closure_of(alone))
+    assert torch.equal(values(net), values(alone)) and not torch.equal(values(other), start)
