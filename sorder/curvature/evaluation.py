@@ -111,7 +111,7 @@ def run_closure(
     if root.numel() != 1:
         raise ValueError(f"closure must return a scalar loss, got one of shape {tuple(root.shape)}")
     if root.dim():
-        with torch.set_grad_enabled(graph):
+        with torch.enable_grad():
             root = root.reshape(())
     returned = loss.detach() if isinstance(loss, Tensor) else loss
     return Evaluation(root, returned, outputs, calls.gradient)

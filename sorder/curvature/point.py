@@ -33,8 +33,8 @@ class CurvaturePoint:
     The closure is a plain function of nothing over live parameters, as an optimizer is given one. It returns the loss
     or ``(loss, outputs)``, and may call ``backward`` itself. It runs once when the point is made. Products see the
     function of that run: the same dropout masks and buffers; buffers and random generators end up as after one run,
-    however many products are taken. The parameters must not move before the last product. Plain ``F.scaled_dot_product_attention`` needs :func:`sorder.exact_attention`
-    around the point and its products.
+    however many products are taken. The parameters must not move before the last product. Plain
+    ``F.scaled_dot_product_attention`` needs :func:`sorder.exact_attention` around the point and its products.
 
     With J the Jacobian of the outputs z(θ) and ℓ the loss as a function of z, products are with
 
