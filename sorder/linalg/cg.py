@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from sorder.linalg import pytree
+from sorder.linalg.checks import check_number
 from sorder.linalg.pytree import Leaves
 from sorder.linalg.stopping import Record, Residual, StoppingRule
 
-# Inside, rhs is scaled by a power of two (exact) to a norm near 2¹²: entries of vectors from one to 10⁹
-# elements are then normal numbers in float16, and the square of A·p stays in float32's range for ‖A‖ between
-# 1e-15 and 1e15.
-_LOG2_WORKING_NORM = 12
+# Inside, rhs, x0 and every search direction are scaled by powers of two (exact) to norms near 2⁴, so that products may
+# be computed in float16: entries of vectors of 10⁹ elements then round with relative errors below float16's own, and
+# A p, or J p on the way to it, may be 4000 times larger. The norm is that of ``dot``, so that shards scale alike.
+_LOG2_WORKING_NORM = 4
 
 
 class StopReason(str, Enum):
@@ -91,17 +92,18 @@ def cg(
     Hestenes & Stiefel 1952, with the preconditioner of Nocedal & Wright, *Numerical Optimization*, algorithm
     5.3, and the two exits of Steihaug, *The conjugate gradient method and trust regions*, SIAM J. Numer. Anal.
     20 (1983): the trust region's boundary, and a direction of nonpositive curvature. The test of curvature,
-    pᵀA p ≤ tolerance·‖p‖·‖A p‖, and the iterates are the same when A or rhs is multiplied by a positive number.
+    pᵀA p ≤ tolerance·‖p‖·‖A p‖, and the iterates are the same when A or rhs is multiplied by a positive number, as
+    long as A p and x stay within their dtype's range (in float64 ‖A p‖² and values m(x), too).
 
     Iterates and residuals of 16-bit leaves are kept in float32. Inner products are summed in float32 at least
     within a leaf and in float64 over leaves. The host reads the device once per iteration.
 
     Args:
-        matvec: v ↦ A v, on pytrees like ``rhs``. Its argument is valid during the call only, and overwritten
-            later.
+        matvec: v ↦ A v, on pytrees like ``rhs``. Its argument is valid during the call only, is overwritten
+            later and must not be written to.
         rhs: pytree of floating-point tensors; leaves may differ in dtype and device.
         x0: start, default zero. A nonzero start costs one product.
-        preconditioner: r ↦ M⁻¹r for a symmetric positive definite M, on pytrees like ``rhs``.
+        preconditioner: r ↦ M⁻¹r for a symmetric positive definite M, on pytrees like ``rhs``; like ``matvec``.
         max_iterations: at most so many steps. Default 250.
         min_iterations: stopping rules are not asked before this many steps. Default 0.
         stopping: a rule, or several of which any may stop; None iterates up to ``max_iterations``.
@@ -110,17 +112,19 @@ def cg(
             the iterates grow monotonically (Steihaug, theorem 2.1), so that the first one outside shows that the
             rest are; in the Euclidean norm they need not. The theorem starts from zero: ``x0`` is refused.
         curvature_tolerance: default: the largest machine epsilon among the leaves' dtypes.
-        dot: inner product of two lists of leaves, a 0-dimensional tensor; override it to reduce over shards.
+        dot: inner product of two lists of leaves, a 0-dimensional tensor; override it to reduce over shards. A
+            squared norm is asked for with one list as both.
 
     Returns:
         A :class:`CGResult`.
 
     Raises:
         FloatingPointError: ``rhs``, a product or the preconditioner's result is not finite; the message names
-            the iteration (the product with ``x0`` is iteration 0, the first step's is 1).
-        ValueError: an argument is out of range, a tree's structure or shape differs, or the preconditioner is
-            not positive definite.
-        TypeError: a leaf is not a floating-point tensor.
+            the iteration (the product with ``x0`` is iteration 0, the first step's is 1). Or the solution or
+            the residual exceeds the range of its dtype.
+        ValueError: an argument is out of range, a tree's structure or shape differs, ``matvec`` or
+            ``preconditioner`` writes to its argument, or the preconditioner is not positive definite.
+        TypeError: a leaf is not a dense floating-point tensor, or an argument is of another type.
 
     Example:
         >>> A = torch.tensor([[4.0, 1.0], [1.0, 3.0]])
@@ -130,132 +134,179 @@ def cg(
         >>> result.products
         2
     """
-    _check_arguments(max_iterations, min_iterations, trust_radius, x0, curvature_tolerance)
-    rules = () if stopping is None else (stopping,) if callable(stopping) else tuple(stopping)
+    _check_functions(matvec, preconditioner, dot)
+    _check_numbers(max_iterations, min_iterations, trust_radius, x0, curvature_tolerance)
+    rules = _rules(stopping)
     b, spec = pytree.flatten_vector(rhs, "rhs")
+    start = None if x0 is None else pytree.flatten_like(x0, "x0", b, spec)
     dtypes = [leaf.dtype for leaf in b]
     if curvature_tolerance is None:
         curvature_tolerance = max(torch.finfo(dtype).eps for dtype in dtypes)
 
     def tree(leaves: Leaves) -> Any:
-        return tree_unflatten([v.to(dtype) for v, dtype in zip(leaves, dtypes, strict=True)], spec)
+        return tree_unflatten([v.detach().to(dtype) for v, dtype in zip(leaves, dtypes, strict=True)], spec)
 
     def apply(function: Callable[[Any], Any], name: str, leaves: Leaves) -> list[Tensor]:
-        return pytree.flatten_like(function(tree(leaves)), name, b, spec)
+        # A tensor counts what is written to it, except in inference mode, where a copy is handed over.
+        given = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
+        before = [None if leaf.is_inference() else leaf._version for leaf in leaves]
+        out = pytree.flatten_like(function(tree(given)), f"the result of {name}", b, spec)
+        if any(n is not None and n != leaf._version for n, leaf in zip(before, leaves, strict=True)):
+            raise ValueError(f"{name} must not write to its argument")
+        return out
 
-    rhs_norm = math.sqrt(dot(b, b).item())
+    def residual_products(r: Leaves, z: Leaves) -> list[Tensor]:
+        rr = dot(r, r)
+        return [rr, rr, rr] if z is r else [rr, dot(r, z), dot(z, z)]
+
+    mantissa, exponent = pytree.norm(b, dot)
+    rhs_norm = _ldexp(mantissa, exponent)
     if not math.isfinite(rhs_norm):
-        raise FloatingPointError("cg: the right-hand side is not finite")
+        raise FloatingPointError("cg: the right-hand side is not finite, or its norm exceeds float64")
+    # r and x are in units of 2^exponent.
+    exponent -= _LOG2_WORKING_NORM
     r = [leaf.to(pytree.wide_dtype(leaf.dtype), copy=True) for leaf in b]
     x = [torch.zeros_like(leaf) for leaf in r]
+    value = 0.0
     record = Record([0.0], [rhs_norm], [], rhs_norm)
     direction: list[Tensor] | None = None
     direction_curvature: float | None = None
     rule: StoppingRule | None = None
     products = 0
 
-    def result(reason: StopReason, scale: float) -> CGResult:
-        # In scaled units, where nothing underflows: xᵀA x = xᵀ(rhs − residual).
-        quadratic = (dot(x, b) / scale - dot(x, r)).item() * scale**2 if products else 0.0
-        for leaf in (*x, *r):
-            leaf.mul_(scale)
+    def result(reason: StopReason) -> CGResult:
+        xr = dot(x, r)  # in scaled units, where nothing underflows
+        for leaves in (x, r):
+            pytree.ldexp_(leaves, exponent)
+        solution, residual = tree(x), tree(r)
+        xr_, *largest = _to_host([xr, *pytree.largest(tree_leaves((solution, residual)))])
+        for i, entry in enumerate(largest):
+            if not math.isfinite(entry):
+                what, leaf = ("solution", "residual")[i // len(b)], i % len(b)
+                raise FloatingPointError(f"cg: leaf {leaf} of the {what} exceeds the range of {dtypes[leaf]}")
         return CGResult(
-            x=tree(x),
-            residual=tree(r),
+            x=solution,
+            residual=residual,
             reason=reason,
             rule=rule,
             iterations=record.iterations,
             products=products,
             value=record.values[-1],
-            quadratic=quadratic,
+            # m = −(xᵀrhs + xᵀr)/2 and xᵀA x = xᵀrhs − xᵀr.
+            quadratic=_ldexp(-2.0 * (value + xr_), 2 * exponent) if products else 0.0,
             residual_norm=record.residual_norms[-1],
             rhs_norm=rhs_norm,
-            direction=None if direction is None else tree([leaf * scale for leaf in direction]),
+            direction=None if direction is None else tree(direction),
             direction_curvature=direction_curvature,
             record=record,
         )
 
     if rhs_norm == 0.0:
-        return result(StopReason.ZERO_RHS, 1.0)
-    scale = 2.0 ** (round(math.log2(rhs_norm)) - _LOG2_WORKING_NORM)
-    for leaf in r:
-        leaf.mul_(1.0 / scale)
-    value = 0.0
-    if x0 is not None:
-        for leaf, start in zip(x, pytree.flatten_like(x0, "x0", b, spec), strict=True):
-            leaf.copy_(start).mul_(1.0 / scale)
-        product = apply(matvec, "the result of matvec", x)
+        return result(StopReason.ZERO_RHS)
+    pytree.ldexp_(r, -exponent)
+    if start is not None:
+        mantissa, start_exponent = pytree.norm(start, dot)
+        if not math.isfinite(mantissa):
+            raise FloatingPointError("cg: x0 is not finite")
+        # In its own units for the product: ‖x0‖/‖rhs‖ may be of any size.
+        for leaf, own in zip(x, start, strict=True):
+            leaf.copy_(own)
+        own_exponent = start_exponent - _LOG2_WORKING_NORM if mantissa else exponent
+        pytree.ldexp_(x, -own_exponent)
+        product = apply(matvec, "matvec", x)
         products = 1
+        pytree.ldexp_(x, own_exponent - exponent)
         bx = dot(r, x)
-        pytree.axpy_(r, -1.0, product)
-        value, norm2 = torch.stack([-0.5 * (bx + dot(r, x)), dot(r, r)]).tolist()
-        if not math.isfinite(norm2):
+        pytree.axpy_(r, _ldexp(-1.0, own_exponent - exponent), product)
+        value, finite = _to_host([-0.5 * (bx + dot(r, x)), dot(r, r)])
+        if not math.isfinite(finite):
             raise FloatingPointError("cg: the product with x0 (iteration 0) is not finite")
-        record.values[0] = value * scale**2
-        record.residual_norms[0] = math.sqrt(norm2) * scale
+        record.values[0] = _ldexp(value, 2 * exponent)
 
-    z = r if preconditioner is None else apply(preconditioner, "the result of preconditioner", r)
-    rz = dot(r, z).item()
-    # p has the dtype of rhs, so that A is multiplied with p itself and not with a rounding of it.
-    p = [leaf.to(dtype, copy=True) for leaf, dtype in zip(z, dtypes, strict=True)]
-    radius2 = None if trust_radius is None else (trust_radius / scale) ** 2
-    # xᵀM x, xᵀM p and pᵀM p by recursion, without M (Conn, Gould & Toint, Trust-Region Methods, 7.5.5).
-    xx, xp, pp_m = 0.0, 0.0, rz
+    z = r if preconditioner is None else apply(preconditioner, "preconditioner", r)
+    rr, rz, zz = _to_host(residual_products(r, z))
+    record.residual_norms[0] = _ldexp(math.sqrt(rr), exponent)
+    # p is the search direction times 2^shift, and has the dtype of rhs, so that A is multiplied with p itself and
+    # not with a rounding of it.
+    shift = _LOG2_WORKING_NORM - math.frexp(math.sqrt(zz))[1] if math.isfinite(zz) else 0
+    p = [(leaf.to(v.dtype) * 2.0**shift).to(dtype) for leaf, v, dtype in zip(z, r, dtypes, strict=True)]
+    radius = None if trust_radius is None else _ldexp(trust_radius, -exponent)
+    # xᵀM x/radius², xᵀM p/radius and pᵀM p by recursion, without M (Conn, Gould & Toint, Trust-Region Methods, 7.5.5).
+    xx, xp, pp_m = 0.0, 0.0, _ldexp(rz, 2 * shift)
 
     while True:
         i = record.iterations
-        if record.residual_norms[-1] == 0.0:
-            return result(StopReason.CONVERGED, scale)
+        if rr == 0.0:
+            return result(StopReason.CONVERGED)
         if i >= min_iterations:
             rule = next((rule for rule in rules if rule(record)), None)
             if rule is not None:
-                return result(StopReason.CONVERGED, scale)
+                return result(StopReason.CONVERGED)
         if i >= max_iterations:
-            return result(StopReason.MAX_ITERATIONS, scale)
+            return result(StopReason.MAX_ITERATIONS)
         _check_preconditioner(rz, i)
 
-        product = apply(matvec, "the result of matvec", p)
+        product = apply(matvec, "matvec", p)
         products += 1
         pap, pp, apap, rp = dot(p, product), dot(p, p), dot(product, product), dot(r, p)
         positive = pap > curvature_tolerance * pp.sqrt() * apap.sqrt()
         # rᵀp equals rᵀz in exact arithmetic; rᵀp makes the step the minimiser along p also after rounding.
         step = torch.where(positive, rp / pap, torch.zeros_like(pap))
         inside = positive
-        if radius2 is not None:
-            boundary = _positive_root(pp_m, xp, radius2 - xx)
+        if radius is not None:
+            boundary = radius * _positive_root(pp_m, xp, 1.0 - xx)
             inside = positive & (step < boundary)
             step = torch.where(inside, step, torch.full_like(step, boundary))
         pytree.axpy_(x, step, p)
         pytree.axpy_(r, -step, product)
-        z = r if preconditioner is None else apply(preconditioner, "the result of preconditioner", r)
+        z = r if preconditioner is None else apply(preconditioner, "preconditioner", r)
         change = step * (0.5 * step * pap - rp)
         # The one read of the iteration.
-        scalars = [pap, pp, apap, positive, inside, step, change, dot(r, r), dot(r, z)]
-        pap_, pp_, apap_, positive_, inside_, step_, change_, norm2, rz_next = _to_host(scalars)
+        scalars = [pap, pp, apap, positive, inside, step, change, *residual_products(r, z)]
+        pap_, pp_, apap_, positive_, inside_, step_, change_, rr, rz_next, zz = _to_host(scalars)
         if not math.isfinite(apap_) or not math.isfinite(pap_):
             raise FloatingPointError(f"cg: the product of A in iteration {i + 1} is not finite")
 
         record.curvatures.append(pap_ / pp_)
         if not positive_:
-            direction, direction_curvature = p, pap_ / pp_
+            direction = [leaf.to(v.dtype, copy=True) for leaf, v in zip(p, r, strict=True)]
+            pytree.ldexp_(direction, exponent - shift)
+            direction_curvature = pap_ / pp_
         if step_ != 0.0:
             value += change_
-            record.values.append(value * scale**2)
-            record.residual_norms.append(math.sqrt(norm2) * scale)
+            record.values.append(_ldexp(value, 2 * exponent))
+            record.residual_norms.append(_ldexp(math.sqrt(rr), exponent))
         if not inside_:
-            return result(StopReason.BOUNDARY if positive_ else StopReason.NEGATIVE_CURVATURE, scale)
+            return result(StopReason.BOUNDARY if positive_ else StopReason.NEGATIVE_CURVATURE)
 
-        beta = rz_next / rz
-        xx += step_ * (2.0 * xp + step_ * pp_m)
-        xp = beta * (xp + step_ * pp_m)
-        pp_m = rz_next + beta**2 * pp_m
+        # The next direction is z + β 2^-shift p, of about this norm (without M exactly, z being orthogonal to p).
+        beta = rz_next / rz * 2.0**-shift
+        shift = (
+            _LOG2_WORKING_NORM - math.frexp(math.hypot(math.sqrt(zz), beta * math.sqrt(pp_)))[1]
+            if math.isfinite(zz)
+            else 0
+        )
+        beta *= 2.0**shift
+        if radius is not None:
+            along = step_ / radius
+            xx += along * (2.0 * xp + along * pp_m)
+            xp = beta * (xp + along * pp_m)
+            pp_m = _ldexp(rz_next, 2 * shift) + beta**2 * pp_m
         rz = rz_next
-        pytree.xpby_(p, z, beta)
+        pytree.axpby_(p, 2.0**shift, z, beta)
 
 
 def _to_host(scalars: Sequence[Tensor]) -> list[float]:
     """Values of 0-dimensional tensors of one device in a single transfer."""
     return torch.stack([s.to(scalars[0].dtype) for s in scalars]).tolist()
+
+
+def _ldexp(value: float, exponent: int) -> float:
+    """value·2^exponent, infinite where that overflows."""
+    try:
+        return math.ldexp(value, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def _positive_root(a: float, b: float, c: float) -> float:
@@ -271,20 +322,34 @@ def _check_preconditioner(rz: float, iteration: int) -> None:
         raise ValueError(f"preconditioner must be positive definite, but rᵀM⁻¹r ≤ 0 in iteration {iteration}")
 
 
-def _check_arguments(
+def _check_functions(matvec: Any, preconditioner: Any, dot: Any) -> None:
+    for name, function in (("matvec", matvec), ("preconditioner", preconditioner), ("dot", dot)):
+        if not callable(function) and not (name == "preconditioner" and function is None):
+            raise TypeError(f"{name} must be callable, got {type(function).__name__}")
+
+
+def _rules(stopping: Any) -> tuple[StoppingRule, ...]:
+    several = isinstance(stopping, Sequence) and not isinstance(stopping, str)
+    rules = () if stopping is None else tuple(stopping) if several else (stopping,)
+    for rule in rules:
+        if not callable(rule) or isinstance(rule, type):
+            raise TypeError(f"stopping must be a rule such as Residual(rtol=1e-5), several or None, got {rule!r}")
+    return rules
+
+
+def _check_numbers(
     max_iterations: int,
     min_iterations: int,
     trust_radius: float | None,
     x0: Any | None,
     curvature_tolerance: float | None,
 ) -> None:
-    if max_iterations < 0:
-        raise ValueError(f"max_iterations must be at least 0, got {max_iterations}")
-    if not 0 <= min_iterations <= max_iterations:
-        raise ValueError(f"min_iterations must lie in [0, {max_iterations}], got {min_iterations}")
-    if trust_radius is not None and not (trust_radius > 0.0 and math.isfinite(trust_radius)):
-        raise ValueError(f"trust_radius must be positive and finite, got {trust_radius}")
+    check_number("max_iterations", max_iterations, "be at least 0", lambda n: n >= 0, integer=True)
+    bounds = f"lie in [0, max_iterations = {max_iterations}]"
+    check_number("min_iterations", min_iterations, bounds, lambda n: 0 <= n <= max_iterations, integer=True)
+    if trust_radius is not None:
+        check_number("trust_radius", trust_radius, "be positive and finite", lambda t: 0.0 < t < math.inf)
     if trust_radius is not None and x0 is not None:
         raise ValueError("x0 must be None with a trust_radius: Steihaug's method starts from zero")
-    if curvature_tolerance is not None and not 0.0 <= curvature_tolerance < 1.0:
-        raise ValueError(f"curvature_tolerance must lie in [0, 1), got {curvature_tolerance}")
+    if curvature_tolerance is not None:
+        check_number("curvature_tolerance", curvature_tolerance, "lie in [0, 1)", lambda t: 0.0 <= t < 1.0)

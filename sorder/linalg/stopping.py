@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from sorder.linalg.checks import check_number
+
 GOLDEN_RATIO = (1.0 + math.sqrt(5.0)) / 2.0
 
 
@@ -47,8 +49,7 @@ class Residual:
 
     def __post_init__(self) -> None:
         for name, value in (("rtol", self.rtol), ("atol", self.atol)):
-            if not value >= 0.0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+            check_number(name, value, "be at least 0", lambda t: t >= 0.0)
 
     def __call__(self, record: Record, /) -> bool:
         return record.residual_norms[-1] <= max(self.rtol * record.rhs_norm, self.atol)
@@ -68,12 +69,9 @@ class RelativeProgress:
     fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.eps > 0.0:
-            raise ValueError(f"eps must be positive, got {self.eps}")
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
-        if not self.fraction >= 0.0:
-            raise ValueError(f"fraction must be at least 0, got {self.fraction}")
+        check_number("eps", self.eps, "be positive", lambda t: t > 0.0)
+        check_number("window", self.window, "be at least 1", lambda n: n >= 1, integer=True)
+        check_number("fraction", self.fraction, "be at least 0 and finite", lambda t: 0.0 <= t < math.inf)
 
     def __call__(self, record: Record, /) -> bool:
         i = record.iterations
@@ -119,16 +117,13 @@ class EisenstatWalker:
     eta_max: float = 0.9
 
     def __post_init__(self) -> None:
-        if self.choice not in (1, 2):
-            raise ValueError(f"choice must be 1 or 2, got {self.choice}")
-        if not 0.0 < self.eta_max < 1.0:
-            raise ValueError(f"eta_max must lie in (0, 1), got {self.eta_max}")
-        if not 0.0 <= self.eta <= self.eta_max:
-            raise ValueError(f"eta must lie in [0, eta_max = {self.eta_max}], got {self.eta}")
-        if not 0.0 < self.gamma <= 1.0:
-            raise ValueError(f"gamma must lie in (0, 1], got {self.gamma}")
-        if not 1.0 < self.alpha <= 2.0:
-            raise ValueError(f"alpha must lie in (1, 2], got {self.alpha}")
+        check_number("choice", self.choice, "be 1 or 2", lambda n: n in (1, 2), integer=True)
+        check_number("eta_max", self.eta_max, "lie in (0, 1)", lambda t: 0.0 < t < 1.0)
+        check_number("eta", self.eta, f"lie in [0, eta_max = {self.eta_max}]", lambda t: 0.0 <= t <= self.eta_max)
+        check_number("gamma", self.gamma, "lie in (0, 1]", lambda t: 0.0 < t <= 1.0)
+        check_number("alpha", self.alpha, "lie in (1, 2]", lambda t: 1.0 < t <= 2.0)
+        if self.gradient_norm is not None:
+            _check_norm("gradient_norm", self.gradient_norm)
 
     def advance(self, gradient_norm: float, linear_residual_norm: float | None = None) -> EisenstatWalker:
         """The rule for the outer iteration whose gradient has norm ``gradient_norm``.
@@ -138,6 +133,9 @@ class EisenstatWalker:
             linear_residual_norm: ‖rₖ₋₁‖, the last ``CGResult.residual_norm``; choice 1 needs it after the
                 first call.
         """
+        _check_norm("gradient_norm", gradient_norm)
+        if linear_residual_norm is not None:
+            _check_norm("linear_residual_norm", linear_residual_norm)
         if self.gradient_norm is None or self.gradient_norm == 0.0:
             return replace(self, gradient_norm=gradient_norm)
         if self.choice == 1:
@@ -156,3 +154,7 @@ class EisenstatWalker:
 
     def __call__(self, record: Record, /) -> bool:
         return record.residual_norms[-1] <= self.eta * record.rhs_norm
+
+
+def _check_norm(name: str, value: float) -> None:
+    check_number(name, value, "be at least 0 and finite", lambda t: 0.0 <= t < math.inf)

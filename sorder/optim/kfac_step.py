@@ -1,136 +1,162 @@
-"""What a K-FAC step decides: its length and momentum from the exact quadratic model, or a bound on its divergence."""
+"""One K-FAC step: from loss, gradient and factors to new values of the parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from sorder.linalg.pytree import dot
+from sorder.curvature import CurvaturePoint
+from sorder.kfac import kronecker
+from sorder.linalg.pytree import dot, wide_dtype
+from sorder.optim import damping as rules
+from sorder.optim import kfac_model
+from sorder.optim.kfac_model import KFACStep
+from sorder.optim.reductions import Reduction
+from sorder.optim.transaction import Transaction
 
-Vector = Sequence[Tensor]
-Product = Callable[[Vector], list[Tensor]]
+if TYPE_CHECKING:
+    from sorder.optim.kfac import KFAC
 
-
-@dataclass(frozen=True)
-class KFACStep:
-    """Record of one step, in the units of the loss and the parameters; see :class:`sorder.optim.KFAC`.
-
-    Attributes:
-        loss: loss before the step; NaN where the step was given no closure. new_loss: loss of the same function after
-            it, before weight decay; NaN where it was not evaluated.
-        gradient_norm: ‖g‖₂.
-        learning_rate: factor of the preconditioned gradient, before lr: α of the quadratic model, or what the bound on
-            the divergence leaves of 1. momentum: factor of the step before.
-        products: exact curvature products. evaluations: runs of the closures.
-        reduction_ratio: ρ, the loss's change over the one that the quadratic predicted; NaN where not evaluated.
-        damping: λ of this step. next_damping: of the next.
-        step_norm: ‖s‖₂, 0 where the step was rejected.
-        curvature_updated: whether the factors were measured.
-        accepted: whether the parameters moved.
-    """
-
-    loss: float
-    new_loss: float
-    gradient_norm: float
-    learning_rate: float
-    momentum: float
-    products: int
-    evaluations: int
-    reduction_ratio: float
-    damping: float
-    next_damping: float
-    step_norm: float
-    curvature_updated: bool
-    accepted: bool
+# Key of the optimizer's own state, beside the parameters', in the state dict.
+GLOBAL = "kfac"
+# Of the curvature along the first gradient: λ where it is not given.
+FIRST_DAMPING = 0.1
 
 
-@dataclass(frozen=True)
-class QuadraticStep:
-    """s = αΔ + μδ, its slope gᵀs and its quadratic form sᵀBs."""
+class StepInProgress:
+    """One step of ``optimizer``, once loss and gradient are known."""
 
-    step: list[Tensor]
-    learning_rate: float
-    momentum: float
-    slope: float
-    quadratic: float
+    point: CurvaturePoint | None = None
+    reduction: Reduction
+    gradient: Sequence[Tensor]
+    loss: float = math.nan
 
+    def __init__(self, optimizer: KFAC, params: Sequence[Tensor], transaction: Transaction) -> None:
+        self.optimizer, self.params, self.transaction = optimizer, params, transaction
+        self.options = optimizer.param_groups[0]
+        self.rates = optimizer._of_each("lr")
+        self.state = cast(dict[Any, Any], optimizer.state)
 
-def quadratic_step(
-    product: Product, gradient: Vector, direction: Vector, last: Vector | None, damping: float
-) -> QuadraticStep:
-    """The minimiser of gᵀs + ½ sᵀ(B + λ)s over s = αΔ + μδ (Martens & Grosse 2015, section 7).
+    def run(self) -> KFACStep:
+        """Measure factors where due, move the parameters, and write the state."""
+        optimizer, options, mine = self.optimizer, self.options, self.optimizer._mine
+        number = mine.get("step", 0)
+        self.gradient = [g.to(wide_dtype(g.dtype)) for g in self.gradient]
+        factors, along = optimizer._pending or (optimizer._factors(), None)
+        updated = optimizer._pending is not None
+        if not updated and optimizer.curvature_due:
+            assert self.point is not None
+            factors, updated = optimizer._measured(self.point, self.reduction), True
+        self.damping = options["damping"] or self._first_damping(along)
+        kfac = optimizer._kfac_options()
+        if kfac.inverse != "ekfac" and (number % options["inverse_interval"] == 0 or None in factors.inverse):
+            factors = kronecker.inverted(factors, kfac, self.damping)
+        sign = -1.0 if options["maximize"] and options["step_rule"] == "kl" else 1.0
+        gradient = [sign * g for g in self.gradient]
+        direction = [-d for d in kronecker.solve(factors, gradient, self.damping)]
+        rule = self._quadratic if options["step_rule"] == "quadratic" else self._kl
+        record = rule(gradient, direction, number, updated)
+        own = {"step": number + 1, "factors": kronecker.packed(factors), "numbers": optimizer._numbers()}
+        self.state[GLOBAL] = mine | own
+        return record
 
-    Args:
-        product: v ↦ Bv; one product for Δ, and one for δ where it is given.
-        gradient: g. direction: Δ. last: δ, the step before, or None for μ = 0. damping: λ.
+    def _first_damping(self, along: float | None) -> float:
+        if along is None:
+            assert self.point is not None
+            along = self.optimizer._along(self.point, self.reduction)
+        return FIRST_DAMPING * abs(along) or 1.0
 
-    Raises:
-        FloatingPointError: a product is not finite.
-    """
-    vectors = [list(direction)] if last is None else [list(direction), list(last)]
-    products = [product(v) for v in vectors]
-    curved = [[dot(v, b).item() for b in products] for v in vectors]
-    inner = [[dot(v, w).item() for w in vectors] for v in vectors]
-    slopes = [dot(gradient, v).item() for v in vectors]
-    if not all(math.isfinite(c) for row in curved for c in row):
-        raise FloatingPointError("a curvature product is not finite")
-    alpha, mu = _minimiser(curved, inner, slopes, damping)
-    step = [alpha * d for d in direction]
-    if last is not None and mu:
-        step = [s + mu * d for s, d in zip(step, last, strict=True)]
-    factors = [alpha, mu][: len(vectors)]
-    slope = sum(f * s for f, s in zip(factors, slopes, strict=True))
-    count = range(len(factors))
-    quadratic = sum(factors[i] * factors[j] * 0.5 * (curved[i][j] + curved[j][i]) for i in count for j in count)
-    return QuadraticStep(step, alpha, mu, slope, quadratic)
+    def _quadratic(self, gradient: list[Tensor], direction: list[Tensor], number: int, updated: bool) -> KFACStep:
+        point, reduction, options = self.point, self.reduction, self.options
+        assert point is not None
 
+        def product(v: Sequence[Tensor]) -> list[Tensor]:
+            return reduction.mean(point.product(v))
 
-def _minimiser(
-    curved: Sequence[Sequence[float]], inner: Sequence[Sequence[float]], slopes: Sequence[float], damping: float
-) -> tuple[float, float]:
-    """α and μ. Where the curvature along Δ vanishes α is 1, the preconditioner's own length."""
-    a = curved[0][0] + damping * inner[0][0]
-    alone = -slopes[0] / a if a > 0.0 else 1.0
-    if len(slopes) == 1:
-        return alone, 0.0
-    b = 0.5 * (curved[0][1] + curved[1][0]) + damping * inner[0][1]
-    c = curved[1][1] + damping * inner[1][1]
-    determinant = a * c - b * b
-    # Parallel directions leave nothing for μ to choose; and rounding decides near that.
-    if not determinant > 1e-6 * a * c or a <= 0.0:
-        return alone, 0.0
-    return (b * slopes[1] - c * slopes[0]) / determinant, (b * slopes[0] - a * slopes[1]) / determinant
+        kept = [self.state.get(p, {}).get("last_step") for p in self.params]
+        last: list[Tensor] | None = None
+        if options["momentum"] and any(k is not None for k in kept):
+            last = [torch.zeros_like(g) if k is None else k for k, g in zip(kept, gradient, strict=True)]
+        found = kfac_model.quadratic_step(product, gradient, direction, last, self.damping)
+        step = [r * s for r, s in zip(self.rates, found.step, strict=True)]
+        first = self.rates[0]
+        if all(r == first for r in self.rates):
+            slope, quadratic = first * found.slope, first**2 * found.quadratic
+        else:
+            slope, quadratic = dot(step, gradient).item(), dot(step, product(step)).item()
+        step, norm, factor = kfac_model.shortened(step, options["max_step_norm"])
+        predicted = factor * slope + 0.5 * factor**2 * quadratic
+        point.release()
+        new_loss, ratio, next_damping, accepted = math.nan, math.nan, self.damping, True
+        self.transaction.write(step)
+        adapt = options["damping_update"] == "levenberg-marquardt"
+        if adapt and number % options["damping_interval"] == 0:
+            new_loss = reduction.mean_scalar(point.value())
+            noise = 30.0 * torch.finfo(point.loss.dtype).eps * max(abs(self.loss), abs(predicted))
+            ratio = rules.reduction_ratio(new_loss - self.loss, predicted, noise)
+            next_damping = rules.levenberg_marquardt(
+                self.damping, ratio, options["damping_decrease"], options["damping_increase"]
+            )
+            accepted = math.isfinite(new_loss) and new_loss <= self.loss + noise
+            if not accepted:
+                self.transaction.write()
+        for p, s in zip(self.params, found.step, strict=True):
+            self.state[p] = {**self.state.get(p, {}), "last_step": s if accepted else torch.zeros_like(s)}
+        if accepted:
+            self._decay_weights()
+        return self._record(
+            found.learning_rate, found.momentum, norm, updated, new_loss, ratio, next_damping, accepted
+        )  # fmt: skip
 
+    def _kl(self, gradient: list[Tensor], direction: list[Tensor], number: int, updated: bool) -> KFACStep:
+        options = self.options
+        share = kfac_model.divergence_bound(gradient, [-d for d in direction], self.rates, options["kl_bound"])
+        momentum = options["momentum"]
+        buffers = []
+        for p, d in zip(self.params, direction, strict=True):
+            old = self.state.get(p, {}).get("momentum")
+            buffers.append(share * d if old is None else share * d + momentum * old)
+            self.state[p] = {**self.state.get(p, {}), "momentum": buffers[-1]}
+        step = [r * m for r, m in zip(self.rates, buffers, strict=True)]
+        step, norm, _ = kfac_model.shortened(step, options["max_step_norm"])
+        self.transaction.write(step)
+        self._decay_weights()
+        return self._record(share, momentum, norm, updated, math.nan, math.nan, self.damping, True)
 
-def divergence_bound(gradient: Vector, direction: Vector, rates: Sequence[float], kl: float | None) -> float:
-    """ν ≤ 1 with which Σ lr²·ν²·Δᵀg ≤ ``kl`` (Ba et al. 2017, section 5).
+    def _decay_weights(self) -> None:
+        """Decoupled weight decay, p ← (1 − lr·decay)·p (Loshchilov & Hutter 2019)."""
+        for p, rate, decay in zip(self.params, self.rates, self.optimizer._of_each("weight_decay"), strict=True):
+            if rate * decay:
+                p.mul_(1.0 - rate * decay)
 
-    Δᵀg with Δ = K⁻¹g is ΔᵀKΔ, twice the Kullback–Leibler divergence that a step Δ makes, to second order.
-    """
-    if kl is None:
-        return 1.0
-    size = dot([r * d for r, d in zip(rates, direction, strict=True)], [
-        r * g for r, g in zip(rates, gradient, strict=True)
-    ]).item()  # fmt: skip
-    return min(1.0, math.sqrt(kl / size)) if size > 0.0 else 1.0
-
-
-def curvature_along(product: Product, gradient: Vector) -> float:
-    """gᵀBg / gᵀg, 0 for a gradient of zero."""
-    gg = dot(gradient, gradient).item()
-    value = dot(gradient, product(gradient)).item() / gg if gg > 0.0 else 0.0
-    if not math.isfinite(value):
-        raise FloatingPointError("the curvature product with the gradient is not finite")
-    return value
-
-
-def shortened(step: list[Tensor], limit: float | None) -> tuple[list[Tensor], float, float]:
-    """``step`` within the norm ``limit``, its norm, and the factor that it was multiplied by."""
-    norm = math.sqrt(dot(step, step).item())
-    if limit is None or norm <= limit:
-        return step, norm, 1.0
-    return list(torch._foreach_mul(step, limit / norm)), limit, limit / norm
+    def _record(
+        self,
+        learning_rate: float,
+        momentum: float,
+        norm: float,
+        updated: bool,
+        new_loss: float,
+        ratio: float,
+        next_damping: float,
+        accepted: bool,
+    ) -> KFACStep:
+        sign = -1.0 if self.options["maximize"] and self.options["step_rule"] == "quadratic" else 1.0
+        return KFACStep(
+            loss=sign * self.loss,
+            new_loss=sign * new_loss,
+            gradient_norm=math.sqrt(dot(self.gradient, self.gradient).item()),
+            learning_rate=learning_rate,
+            momentum=momentum,
+            products=0 if self.point is None else self.point.products,
+            evaluations=0 if self.point is None else self.point.evaluations,
+            reduction_ratio=ratio,
+            damping=self.damping,
+            next_damping=next_damping,
+            step_norm=norm if accepted else 0.0,
+            curvature_updated=updated,
+            accepted=accepted,
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -145,6 +147,87 @@ def test_multiplying_the_matrix_alone_divides_the_solution(scale: float) -> None
     other = cg(lambda v: scale * (a @ v), b, stopping=Residual(rtol=1e-3))
     assert one.iterations == other.iterations
     assert relative_error(other.x * scale, one.x) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rhs_scale", "matrix_scale"),
+    [
+        (torch.float32, 2.0**-130, 1.0),
+        (torch.float32, 2.0**120, 1.0),
+        (torch.float32, 1.0, 2.0**100),
+        (torch.float32, 1.0, 2.0**-100),
+        (torch.float32, 2.0**-100, 2.0**-60),
+        (torch.float32, 2.0**90, 2.0**70),
+        (torch.bfloat16, 2.0**100, 1.0),
+        (torch.float64, 2.0**-1000, 1.0),
+        (torch.float64, 2.0**1000, 1.0),
+        (torch.float64, 2.0**-400, 2.0**400),
+    ],
+)
+def test_scales_over_the_range_of_the_dtype(dtype: torch.dtype, rhs_scale: float, matrix_scale: float) -> None:
+    # A few bits each, so that nothing is rounded when the right-hand side becomes subnormal.
+    a, b = spd(6, 5.0).to(dtype), vector(6).mul(16.0).round().to(dtype)
+    radius = float(torch.linalg.solve(a.double(), b.double()).norm()) / 2.0
+    shift = rhs_scale / matrix_scale
+    for trust_radius, reason in ((None, StopReason.CONVERGED), (radius, StopReason.BOUNDARY)):
+        one, other = (
+            cg(
+                lambda v, s=s: (a * s) @ v,
+                b * t,
+                stopping=Residual(rtol=0.05),
+                trust_radius=trust_radius and trust_radius * t / s,
+            )
+            for s, t in ((1.0, 1.0), (matrix_scale, rhs_scale))
+        )
+        assert one.reason is other.reason is reason
+        assert (one.iterations, one.products) == (other.iterations, other.products)
+        # In two steps, where one factor alone would leave the dtype's range; bits are lost to subnormal numbers only.
+        got = other.x.double() * (1.0 / shift)
+        assert relative_error(got, one.x) <= (1e-4 if rhs_scale == 2.0**-130 else 0.0)
+        assert math.isclose(other.residual_norm / rhs_scale, one.residual_norm, rel_tol=1e-12)
+        warm = cg(lambda v: (a * matrix_scale) @ v, b * rhs_scale, x0=other.x, stopping=Residual(rtol=0.05))
+        assert warm.record.residual_norms[0] <= 1.1 * other.residual_norm
+
+
+def test_what_is_multiplied_stays_within_half_precision() -> None:
+    """Products may be computed in float16: whatever the sizes of rhs, x0 and preconditioner, vectors have one size."""
+    a, b = spd(30, 1e3), vector(30)
+    norms: list[float] = []
+
+    def matvec(v: Tensor) -> Tensor:
+        norms.append(float(v.norm()))
+        return a @ v
+
+    for size in (1e-9, 1.0, 1e9):
+        cg(matvec, b, x0=size * vector(30, 3), preconditioner=lambda r, s=size: s * r, stopping=Residual(rtol=1e-9))
+        cg(matvec, size * b, stopping=Residual(rtol=1e-9))
+    assert len(norms) > 60
+    assert 4.0 < min(norms) <= max(norms) < 64.0
+
+
+def test_a_solution_outside_the_dtype_is_no_solution() -> None:
+    rhs = {"w": torch.ones(2), "b": torch.full((3,), 3e4, dtype=torch.float16)}
+    with pytest.raises(FloatingPointError, match=r"leaf 1 of the solution exceeds the range of torch.float16"):
+        cg(lambda v: {k: (1e-3 * t.float()).to(t.dtype) for k, t in v.items()}, rhs)
+
+
+def test_what_writes_to_its_argument_is_refused() -> None:
+    b = vector(3)
+    with pytest.raises(ValueError, match="matvec must not write to its argument"):
+        cg(lambda v: v.mul_(2.0), b)
+    with pytest.raises(ValueError, match="matvec must not write to its argument"):
+        cg(lambda v: v.mul_(2.0), b, x0=b)
+    with pytest.raises(ValueError, match="preconditioner must not write to its argument"):
+        cg(lambda v: 2.0 * v, b, preconditioner=lambda r: r.mul_(2.0))
+    with torch.inference_mode():  # where tensors do not count writes
+        assert torch.equal(cg(lambda v: v.mul_(2.0), b).x, b / 2.0)
+
+
+def test_results_are_matched_by_key() -> None:
+    rhs = {"a": vector(3), "b": vector(3, 2)}
+    result = cg(lambda v: {"b": 2.0 * v["b"], "a": 4.0 * v["a"]}, rhs, x0=dict(reversed(rhs.items())))
+    assert relative_error(result.x["a"], rhs["a"] / 4.0) < 1e-12
+    assert relative_error(result.x["b"], rhs["b"] / 2.0) < 1e-12
 
 
 def test_preconditioner_saves_iterations() -> None:
@@ -377,18 +460,56 @@ def test_bad_arguments_are_named() -> None:
         ({"x0": b[:2]}, "x0: leaf 0 must have shape"),
         ({"x0": [b]}, "x0 must have the structure"),
         ({"curvature_tolerance": 1.0}, "curvature_tolerance"),
+        ({"curvature_tolerance": math.nan}, "curvature_tolerance"),
+        ({"trust_radius": math.inf}, "trust_radius must be positive and finite, got inf"),
         ({"preconditioner": lambda r: -r}, "positive definite"),
     ):
         with pytest.raises(ValueError, match=message):
             cg(matvec, b, **arguments)
     with pytest.raises(ValueError, match="the result of matvec"):
         cg(lambda v: v[:2], b)
+    number: Any
+    for name in ("max_iterations", "min_iterations"):
+        for number in (2.5, "3", math.nan, None, True):
+            with pytest.raises(TypeError, match=f"{name} must be an integer, got"):
+                cg(matvec, b, **{name: number})
+    for name in ("trust_radius", "curvature_tolerance"):
+        for number in ("1", True, torch.ones(2), [1.0]):
+            with pytest.raises(TypeError, match=f"{name} must be a number, got"):
+                cg(matvec, b, **{name: number})
+    for name in ("preconditioner", "dot"):
+        with pytest.raises(TypeError, match=f"{name} must be callable, got Tensor"):
+            cg(matvec, b, **{name: a})
+    with pytest.raises(TypeError, match="matvec must be callable, got Tensor"):
+        cg(a, b)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dot must return a 0-dimensional tensor, got float"):
+        cg(matvec, b, dot=lambda x, y: 1.0)  # type: ignore[arg-type, return-value]
+    rule: Any
+    for rule in (1e-5, "residual", ["residual"], Residual, [Residual]):
+        with pytest.raises(TypeError, match="stopping must be a rule"):
+            cg(matvec, b, stopping=rule)
+    with pytest.raises(TypeError, match=r"rhs must be .* dense .* leaf 0 is torch\.sparse_coo"):
+        cg(matvec, b.to_sparse())
+    with pytest.raises(TypeError, match=r"rhs must be .* leaf 0 is on the meta device"):
+        cg(matvec, b.to("meta"))
     with pytest.raises(TypeError, match=r"rhs must be a pytree of floating-point tensors, but leaf 1 is int"):
         cg(matvec, [b, 3])
     with pytest.raises(ValueError, match="rtol must be at least 0"):
         Residual(rtol=-1.0)
     with pytest.raises(ValueError, match="choice must be 1 or 2"):
         EisenstatWalker(choice=3)
+    rules: Any = (Residual, RelativeProgress, EisenstatWalker)
+    for rule, name in zip(rules, ("rtol", "eps", "eta"), strict=True):
+        for number in ("a", None, True, torch.ones(2)):
+            with pytest.raises(TypeError, match=f"{name} must be a number, got"):
+                rule(number)
+    with pytest.raises(TypeError, match=r"window must be an integer, got 1\.5"):
+        RelativeProgress(window=1.5)  # type: ignore[arg-type]
+    for bad in (math.nan, -1.0, math.inf):
+        with pytest.raises(ValueError, match="gradient_norm must be at least 0 and finite"):
+            EisenstatWalker().advance(bad)
+        with pytest.raises(ValueError, match="linear_residual_norm must be at least 0 and finite"):
+            EisenstatWalker(choice=1).advance(1.0, bad)
 
 
 def test_dot_is_the_one_place_of_reduction() -> None:
@@ -405,6 +526,32 @@ def test_dot_is_the_one_place_of_reduction() -> None:
     assert calls > 0
     assert relative_error(got.x, want.x) < 1e-13
     assert abs(got.value - 4 * want.value) < 1e-12 * abs(got.value)
+
+
+def test_shards_of_other_sizes_and_magnitudes_take_the_same_steps() -> None:
+    diagonal, rhs = torch.linspace(1.0, 5.0, 60).double(), torch.cat([1e-12 * vector(3), vector(57)])
+    shards, barrier, sums = (
+        (slice(0, 3), slice(3, 60)),
+        threading.Barrier(2, timeout=60.0),
+        [torch.zeros(()), torch.zeros(())],
+    )
+
+    def solve(rank: int) -> Tensor:
+        def dot(x: Any, y: Any) -> Tensor:
+            sums[rank] = vector_space.dot(x, y)
+            barrier.wait()
+            total = sums[0] + sums[1]
+            barrier.wait()
+            return total
+
+        own = shards[rank]
+        return cg(lambda v: diagonal[own] * v, rhs[own], x0=rhs[own], stopping=None, max_iterations=5, dot=dot).x
+
+    with ThreadPoolExecutor(2) as pool:
+        got = torch.cat(list(pool.map(solve, range(2))))
+    want = cg(lambda v: diagonal * v, rhs, x0=rhs, stopping=None, max_iterations=5).x
+    for own in shards:
+        assert relative_error(got[own], want[own]) < 1e-12
 
 
 def test_arguments_are_not_modified_and_gradients_are_not_recorded() -> None:

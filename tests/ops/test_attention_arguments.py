@@ -28,6 +28,23 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "dropout": (lambda: attention(*X, dropout_p=0.1), NotImplementedError, "dropout_p=0.1: .* dropout_p=0.0"),
     "a name for the scale": (lambda: attention(*X, scale="auto"), TypeError, "scale must be a number or None, got str"),  # type: ignore[call-overload]
+    "a word for is_causal": (lambda: attention(*X, is_causal="no"), TypeError, "is_causal must be True .* got 'no'"),  # type: ignore[call-overload]
+    "a tensor for is_causal": (
+        lambda: attention(*X, is_causal=torch.tensor([True, False])),  # type: ignore[call-overload]
+        TypeError,
+        "is_causal must be True or False, got tensor",
+    ),
+    "a boolean for the scale": (
+        lambda: attention(*X, scale=True),
+        TypeError,
+        "scale must be a number or None, got bool",
+    ),
+    "a word for dropout": (lambda: attention(*X, dropout_p="0"), TypeError, "dropout_p must be a number, got '0'"),  # type: ignore[call-overload]
+    "a sparse query": (
+        lambda: attention(X[0].to_sparse(), X[1], X[2]),
+        TypeError,
+        "query must be a dense tensor, got layout torch.sparse_coo",
+    ),
     "grouped heads by name": (
         lambda: attention(*heads(4, 2), enable_gqa=True),
         NotImplementedError,
