@@ -1,13 +1,16 @@
 """Exact second-order optimisation for PyTorch: curvature of transformers through linear-memory attention kernels."""
 
 from sorder import curvature, func, linalg
+from sorder.kfac import KFACPreconditioner
 from sorder.ops.attention import attention
 from sorder.ops.routing import exact_attention
-from sorder.optim import AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
+from sorder.optim import KFAC, AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
 
 __version__ = "0.1.0"
 __all__ = [
+    "KFAC",
     "AdaHessian",
+    "KFACPreconditioner",
     "NewtonCG",
     "SophiaG",
     "SophiaH",

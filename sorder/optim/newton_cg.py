@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -89,8 +90,12 @@ class NewtonCG(Optimizer):
         preconditioner: None (default), "diagonal" (a running mean of Hutchinson's estimates of B's diagonal; one
             product a step), "squared-gradient" (a running mean of g∘g scaled to B; one product a step), both used as
             (|d| + λ)^``preconditioner_power``; or a callable r ↦ M⁻¹r on lists of tensors, one for each parameter,
-            symmetric positive definite. If it has a method ``update(product, damping)``, that is called before every
-            solve with v ↦ Bv and λ.
+            symmetric positive definite, such as :class:`sorder.KFACPreconditioner`. Before every solve its methods are
+            called, where it has them: ``refresh(point, rank=…, mean=…)`` with the
+            :class:`~sorder.curvature.CurvaturePoint` of B, this process's number and the mean of a list of tensors
+            over the ranks; then ``update(product, damping)`` with v ↦ Bv and λ. If it has ``state_dict`` and
+            ``load_state_dict``, a step that fails restores it by them; they may share tensors that are never changed
+            in place.
         preconditioner_decay: of the running means. Default 0.9.
         preconditioner_power: default 3/4 (Martens 2010, section 4.7).
         weight_decay: decoupled: after an accepted step p ← (1 − lr·weight_decay)p. Default 0.
@@ -127,6 +132,11 @@ class NewtonCG(Optimizer):
         ...     loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
         >>> bool(loss < 0.1), optimizer.last_step.curvature
         (True, 'ggn')
+
+        With K-FAC in front of the exact products, CG needs fewer of them:
+
+        >>> optimizer = sorder.NewtonCG(model.parameters(), preconditioner=sorder.KFACPreconditioner(model))
+        >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
     """
 
     def __init__(
@@ -239,7 +249,11 @@ class NewtonCG(Optimizer):
             "sign": -1.0 if options["maximize"] else 1.0,
             "seed": options["seed"] + 7919 * number + rank,
         }
-        with routed_attention(options["attention"]), Transaction(params, self.state) as transaction:
+        with (
+            routed_attention(options["attention"]),
+            _restored_on_failure(self._preconditioner),
+            Transaction(params, self.state) as transaction,
+        ):
             point = CurvaturePoint(closures, params, kind if curvature_closures is None else None, **arguments)
             model = transaction.add(point)
             if curvature_closures is not None:
@@ -293,6 +307,21 @@ class NewtonCG(Optimizer):
 
     def _of_each(self, option: str) -> list[float]:
         return [float(group[option]) for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+
+@contextmanager
+def _restored_on_failure(preconditioner: Any) -> Iterator[None]:
+    """Context that, if left by an exception, puts a preconditioner with a state dict back."""
+    save, load = (getattr(preconditioner, name, None) for name in ("state_dict", "load_state_dict"))
+    if save is None or load is None:
+        yield
+        return
+    before = save()
+    try:
+        yield
+    except BaseException:
+        load(before)
+        raise
 
 
 def _plain(name: str, closure: Any) -> Any:

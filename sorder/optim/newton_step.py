@@ -189,6 +189,9 @@ class NewtonStep:
         if kind == "custom":
             if custom is None:
                 raise RuntimeError("the preconditioner is a callable, which a state dict does not hold: pass it again")
+            refresh = getattr(custom, "refresh", None)
+            if refresh is not None:
+                refresh(self.model, rank=self.reduction.rank, mean=self.reduction.mean)
             update = getattr(custom, "update", None)
             if update is not None:
                 update(self.product, damping)

@@ -1,0 +1,267 @@
+"""Kronecker-factored curvature as a preconditioner of conjugate gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sorder.curvature import CurvaturePoint
+from sorder.curvature.errors import warn_once
+from sorder.kfac import kronecker
+from sorder.kfac.factors import APPROXIMATIONS
+from sorder.kfac.kronecker import INVERSES, Factors, Mean, Options
+from sorder.kfac.report import fallbacks, partly, report
+from sorder.kfac.scores import ESTIMATORS
+
+Vector = Sequence[Tensor]
+
+
+class KFACPreconditioner:
+    r"""(K + λ)⁻¹ with K the Kronecker-factored approximation (K-FAC) of a model's Gauss–Newton matrix (GGN).
+
+    K is block-diagonal, one block for each layer: A ⊗ G, with A the second moment of the layer's inputs (a one for the
+    bias included) and G that of derivatives at its outputs (Martens & Grosse, *Optimizing neural networks with
+    Kronecker-factored approximate curvature*, 2015, arXiv:1503.05671). In front of exact GGN products it makes
+    conjugate gradients short, and they make it right:
+
+        optimizer = sorder.NewtonCG(model.parameters(), preconditioner=sorder.KFACPreconditioner(model))
+        optimizer.step(closure)  # measures the factors, every ``factor_interval`` steps, where it takes its products
+
+    Layers are met where torch functions use their parameters: linear layers (also ``x @ W``, Hugging Face's ``Conv1D``,
+    and all projections of ``nn.MultiheadAttention``), convolutions (groups, dilation), embeddings (A is diagonal), and
+    the scale and bias of layer, RMS, group and batch norm (one dense block). Uses of one weight add up; one that is
+    both embedding and head gets the sum of two Kronecker products. A parameter used in any other way gets an estimate
+    of the GGN's diagonal, and a warning says so; :meth:`report` tells what each parameter has, and why.
+
+    Nothing is hung on the model, so that hooks, compiled modules (which run eagerly here), autocast and both kinds of
+    checkpoint (``torch.utils.checkpoint`` without re-entry, :func:`sorder.func.checkpoint`) are served.
+
+    Args:
+        params: a module, parameters, or (name, parameter) pairs: those that require gradients, in the order in which
+            the optimizer has them.
+        estimator: of the GGN. "mc" (default): with labels sampled from the model, ``samples`` backward passes;
+            "type-2": with exact square roots of the loss's Hessians, one backward pass for each class; "empirical":
+            with the labels at hand, one pass, an estimate of another matrix. Where a sample has several rows of the
+            loss and the network mixes them, as attention does, the last two draw a sign for each row, and are exact in
+            expectation only.
+        samples: of "mc". Default 1.
+        approximation: for weights shared over positions, "expand" (default) takes each position for a sample, "reduce"
+            sums over positions first (Eschenhagen et al. 2023, arXiv:2311.00636). The first dimension of a layer's
+            input counts samples.
+        inverse: "cholesky" (default): (A + π√λ)⁻¹ ⊗ (G + √λ/π)⁻¹ with π the balance of their mean eigenvalues (Martens
+            & Grosse, section 6.3); "eigen": (A ⊗ G + λ)⁻¹ exactly; "ekfac": the same with the curvature's own diagonal
+            in the place of the products of eigenvalues, another set of backward passes (George et al. 2018,
+            arXiv:1806.03884).
+        decay: of the running means of factors, corrected for bias; 0 forgets. Default 0.95.
+        factor_interval, inverse_interval: points from one update to the next of the factors, and of the inverses or
+            eigenbases. Default 1. "eigen" and "ekfac" follow a new λ without a new inverse.
+        max_size: factors of more rows are kept as diagonals. Default 8192.
+        factor_dtype, inverse_dtype: in which factors are summed, and factorised. Default: the parameters', float32 at
+            least.
+        seed: of labels and signs, which are functions of it and of the number of the update. Default 0.
+
+    Raises:
+        ValueError: an option is out of range, or (by an update) the loss is not cross_entropy, mse_loss,
+            binary_cross_entropy_with_logits, a multiple of one, or a sum.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> x, y = torch.randn(8, 3), torch.randint(2, (8,))
+        >>> kfac = sorder.KFACPreconditioner(model, estimator="type-2")
+        >>> kfac.update_factors(lambda: torch.nn.functional.cross_entropy(model(x), y))
+        >>> kfac.update(None, 0.1)
+        >>> [tuple(t.shape) for t in kfac([torch.ones_like(p) for p in model.parameters()])]
+        [(2, 3), (2,)]
+        >>> print(kfac.report())
+        parameter  shape  curvature    why
+        weight     2×3    K-FAC 2 ⊗ 4  linear, joint with bias
+        bias       2      K-FAC 2 ⊗ 4  linear, joint with weight
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        estimator: str = "mc",
+        samples: int = 1,
+        approximation: str = "expand",
+        inverse: str = "cholesky",
+        decay: float = 0.95,
+        factor_interval: int = 1,
+        inverse_interval: int = 1,
+        max_size: int = 8192,
+        factor_dtype: torch.dtype | None = None,
+        inverse_dtype: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        options = {
+            "estimator": estimator,
+            "samples": samples,
+            "approximation": approximation,
+            "inverse": inverse,
+            "decay": decay,
+            "max_size": max_size,
+            "factor_dtype": factor_dtype,
+            "inverse_dtype": inverse_dtype,
+            "seed": seed,
+        }
+        check_options({**options, "factor_interval": factor_interval, "inverse_interval": inverse_interval})
+        self.options = Options(**options)  # type: ignore[arg-type]
+        self.factor_interval, self.inverse_interval = factor_interval, inverse_interval
+        self.names, self.params = named(params)
+        if not self.params:
+            raise ValueError("params has no parameter that requires a gradient")
+        self.factors = Factors()
+        self.damping = 0.0
+        self._refreshed = self._updated = 0
+
+    def update_factors(self, closure: Any, *, loss_scale: float = 1.0) -> None:
+        """Measure the factors on a batch, whether or not an update is due.
+
+        Parameters, ``.grad``, buffers and random generators stay as they are. The closure runs twice.
+
+        Args:
+            closure: returns the loss, or ``(loss, outputs)``; or a sequence of closures, whose losses are summed: the
+                micro-batches of one batch.
+            loss_scale: what the closure's loss is multiplied by, such as ``scaler.get_scale()``. Default 1.
+        """
+        if not loss_scale > 0.0:
+            raise ValueError(f"loss_scale must be positive, got {loss_scale!r}")
+        kept = [(p.grad, None if p.grad is None else p.grad.detach().clone()) for p in self.params]
+        point: CurvaturePoint | None = None
+        try:
+            point = CurvaturePoint(closure, self.params, None)
+            self._measure(point, loss_scale, 0, list)
+        finally:
+            if point is not None:
+                point.rollback()
+            for p, (grad, value) in zip(self.params, kept, strict=True):
+                p.grad = grad
+                if grad is not None and value is not None:
+                    grad.detach().copy_(value)
+        self._refreshed += 1
+
+    def refresh(
+        self, point: CurvaturePoint, *, force: bool = False, loss_scale: float = 1.0, rank: int = 0, mean: Mean = list
+    ) -> None:
+        """Measure the factors at ``point``, if an update is due or ``force`` is set; its closures run again.
+
+        An optimizer calls it with every point that it makes, before :meth:`update`. ``rank`` and ``mean`` are for
+        data-parallel training: the process's number, and the mean of tensors over processes.
+        """
+        if force or self._refreshed % self.factor_interval == 0 or not self.factors.updates:
+            self._measure(point, loss_scale, rank, mean)
+        self._refreshed += 1
+
+    def update(self, product: Callable[[Vector], Sequence[Tensor]] | None, damping: float) -> None:
+        """Set λ, and make the inverses anew where that is due. ``product`` is not used."""
+        self._check_measured()
+        self.damping = float(damping)
+        # EKFAC's bases know nothing of λ, and its scales were measured in them.
+        if self.options.inverse != "ekfac":
+            if self._updated % self.inverse_interval == 0 or None in self.factors.inverse:
+                self.factors = kronecker.inverted(self.factors, self.options, self.damping)
+            self._updated += 1
+
+    def __call__(self, v: Vector) -> list[Tensor]:
+        """(K + λ)⁻¹v, one tensor per parameter, of its shape and in the dtype of ``v``."""
+        self._check_measured()
+        if len(v) != len(self.params):
+            raise ValueError(
+                f"v must have one tensor for each of {len(self.params)} parameters that require gradients, got {len(v)}"
+            )
+        if None in self.factors.inverse:
+            self.update(None, self.damping)
+        return kronecker.solve(self.factors, v, self.damping)
+
+    def report(self) -> str:
+        """A table: every parameter, its block with the sizes of its factors, and why."""
+        return report(self.factors, self.params, self.names, self.options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factors, inverses and counters, as plain containers of tensors that are never changed in place."""
+        return {
+            "factors": kronecker.packed(self.factors),
+            "damping": self.damping,
+            "refreshed": self._refreshed,
+            "updated": self._updated,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue where another preconditioner for the same parameters stopped, bit for bit."""
+        devices = [p.device for p in self.params]
+        self.factors = kronecker.unpacked(state_dict["factors"], devices)
+        self.damping = state_dict["damping"]
+        self._refreshed, self._updated = state_dict["refreshed"], state_dict["updated"]
+
+    def add_params(self, params: Iterable[Tensor], names: Iterable[str]) -> None:
+        """Let more parameters join, behind the others; the next point updates the factors."""
+        self.params += list(params)
+        self.names += list(names)
+
+    def _measure(self, point: CurvaturePoint, loss_scale: float, rank: int, mean: Mean) -> None:
+        if point.params and [id(p) for p in point.params] != [id(p) for p in self.params]:
+            raise ValueError(
+                f"the preconditioner has {len(self.params)} parameters, and the point {len(point.params)} others, or "
+                "in another order: give both the same parameters"
+            )
+        self.factors = kronecker.updated(
+            self.factors,
+            point,
+            self.options,
+            new_bases=self._refreshed % self.inverse_interval == 0,
+            loss_scale=loss_scale,
+            rank=rank,
+            mean=mean,
+        )
+        warn_of_fallbacks(self.factors, self.names)
+
+    def _check_measured(self) -> None:
+        if not self.factors.updates:
+            raise RuntimeError("the preconditioner has no factors yet: call update_factors(closure) first")
+
+
+def warn_of_fallbacks(factors: Factors, names: Sequence[str]) -> None:
+    """Warn, once for each set of parameters, of what the blocks leave out."""
+    for found, what in (
+        (fallbacks(factors, names), "only the diagonal of the curvature is estimated"),
+        (partly(factors, names), "a further use of the weight is left out of its block"),
+    ):
+        if found:
+            shown = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
+            warn_once(
+                f"kfac {what} {shown}",
+                f"K-FAC: {what} for {shown}, which makes the preconditioner weaker there; report() tells why",
+            )
+
+
+def named(params: Any) -> tuple[list[str], list[Tensor]]:
+    """Names and tensors of the parameters that require gradients, tied ones once."""
+    pairs = params.named_parameters() if isinstance(params, nn.Module) else params
+    names: list[str] = []
+    found: list[Tensor] = []
+    for i, item in enumerate(pairs):
+        name, p = item if isinstance(item, tuple) else (f"parameter {i}", item)
+        if p.requires_grad and all(p is not q for q in found):
+            names.append(name)
+            found.append(p)
+    return names, found
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """ValueError that names the first option out of its range, what it is and what is allowed."""
+    choices = {"estimator": ESTIMATORS, "approximation": APPROXIMATIONS, "inverse": INVERSES}
+    for name, allowed in choices.items():
+        if options[name] not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {options[name]!r}")
+    for name in ("samples", "factor_interval", "inverse_interval", "max_size"):
+        if not isinstance(options[name], int) or options[name] < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {options[name]!r}")
+    if not 0.0 <= float(options["decay"]) < 1.0:
+        raise ValueError(f"decay must lie in [0.0, 1.0), got {options['decay']!r}")
+    for name in ("factor_dtype", "inverse_dtype"):
+        if options[name] not in (None, torch.float32, torch.float64):
+            raise ValueError(f"{name} must be torch.float32, torch.float64 or None, got {options[name]!r}")
