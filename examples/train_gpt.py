@@ -80,6 +80,7 @@ def parse(argv: list[str] | None, defaults: dict[str, Any] | None = None) -> arg
     )
     parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=positive, default=1, help="of the CPU; the default model gains by no more")
     parser.add_argument("--out", type=Path, help=f"folder to write to; default: a new one, {RUNS}/OPTIMIZER-NUMBER")
     used = parser.add_mutually_exclusive_group()
     used.add_argument("--resume", action="store_true", help="continue the run in --out; default: the optimizer's last")
@@ -217,6 +218,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def train(args: argparse.Namespace, state: dict[str, Any] | None = None) -> Run:
+    torch.set_num_threads(args.threads)
     run = Run(args)
     if state is not None:
         run.restore(state)

@@ -282,3 +282,24 @@ def test_the_report_names_parameters_and_what_has_no_block() -> None:
 def test_options_are_checked(option: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         KFAC(model(), **option)
+
+
+@pytest.mark.parametrize("method", ["step", "update_curvature"])
+def test_a_step_inside_its_own_closure_is_refused(method: str) -> None:
+    net = model()
+    optimizer, plain, before = KFAC(net), closure_of(net), values(net)
+
+    def nested() -> Tensor:
+        optimizer.step(plain)
+        return plain()
+
+    with pytest.raises(RuntimeError, match="while a step of the same optimizer runs"):
+        getattr(optimizer, method)(nested)
+    assert torch.equal(values(net), before) and not optimizer.state
+    optimizer.step(plain)
+    assert not torch.equal(values(net), before)
+
+
+def test_parameters_on_the_meta_device_are_refused() -> None:
+    with pytest.raises(ValueError, match="meta device"):
+        KFAC(nn.Linear(2, 2, device="meta"))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+import sorder
 from sorder.optim import NewtonCG
 from sorder.optim.preconditioner import hutchinson_diagonal
-from tests.optim.problem import closure_of, model
+from tests.optim.problem import closure_of, model, values
 
 
 def test_hutchinson_estimates_the_diagonal_not_the_row_sums() -> None:
@@ -76,3 +78,100 @@ def test_a_preconditioner_may_be_updated_with_every_step() -> None:
     twin.load_state_dict(optimizer.state_dict())
     with pytest.raises(RuntimeError, match="pass it again"):
         twin.step(lambda: sum(p.square().sum() for p in twin.param_groups[0]["params"]))
+
+
+def test_kfac_trains_a_classifier_with_fewer_cg_iterations() -> None:
+    def run(seed: int, with_kfac: bool) -> tuple[int, float]:
+        """CG iterations, and by how much ten steps lowered the loss."""
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(90, 8, dtype=torch.float64, generator=generator)
+        y = x[:, :3].square().argmax(1)
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 3)).double()
+        optimizer = NewtonCG(
+            net.parameters(),
+            preconditioner=sorder.KFACPreconditioner(net) if with_kfac else None,
+            cg_iterations=100,
+            cg_stop="residual",
+            cg_tolerance=0.1,
+        )
+        first, iterations = F.cross_entropy(net(x), y).item(), 0
+        for _ in range(10):
+            optimizer.step(lambda: F.cross_entropy(net(x), y))
+            iterations += optimizer.last_step.cg_iterations
+        return iterations, first - F.cross_entropy(net(x), y).item()
+
+    costs = {}
+    for with_kfac in (False, True):
+        runs = [run(seed, with_kfac) for seed in range(4)]
+        assert min(fall for _, fall in runs) > 0.8
+        costs[with_kfac] = sum(n for n, _ in runs) / sum(fall for _, fall in runs)
+    assert costs[True] < 0.9 * costs[False], costs
+
+
+@pytest.mark.parametrize("inverse", ["cholesky", "eigen", "ekfac"])
+def test_kfac_is_positive_definite_without_damping(inverse: str) -> None:
+    net = model()
+    # The derivatives at the logits sum to zero, so that their factor is singular.
+    kfac = sorder.KFACPreconditioner(net, estimator="type-2", inverse=inverse)
+    optimizer = NewtonCG(
+        net.parameters(), preconditioner=kfac, damping=0.0, damping_update="constant", cg_iterations=50
+    )
+    first = closure_of(net)().item()
+    for _ in range(3):
+        optimizer.step(closure_of(net))
+    assert closure_of(net)().item() < first
+    rows = []
+    for e in torch.eye(values(net).numel(), dtype=torch.float64):
+        v = [
+            t.view_as(p) for t, p in zip(e.split([p.numel() for p in net.parameters()]), net.parameters(), strict=True)
+        ]
+        rows.append(torch.cat([t.flatten() for t in kfac(v)]))
+    dense = torch.stack(rows)
+    assert torch.linalg.eigvalsh(0.5 * (dense + dense.T))[0] > 0.0
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_step_that_fails_leaves_the_preconditioner_as_it_was(measured: bool) -> None:
+    net, twin = model(), model()
+    kfac, other = sorder.KFACPreconditioner(net), sorder.KFACPreconditioner(twin)
+    optimizer, reference = (NewtonCG(n.parameters(), preconditioner=k) for n, k in ((net, kfac), (twin, other)))
+    if measured:
+        optimizer.step(closure_of(net))
+        reference.step(closure_of(twin))
+    before, updates = str(kfac.state_dict()), kfac.factors.updates
+    plain = closure_of(net)
+
+    def closure() -> Tensor:
+        if kfac.factors.updates > updates and kfac.damping:
+            raise KeyboardInterrupt  # in the trials, after the refresh
+        return plain()
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert str(kfac.state_dict()).replace("'diagonals': {}", "'diagonals': None") == before.replace(
+        "'diagonals': {}", "'diagonals': None"
+    )
+    optimizer.step(plain)
+    reference.step(closure_of(twin))
+    assert torch.equal(values(net), values(twin))
+
+
+def test_refresh_is_called_before_update_with_the_point_of_the_curvature() -> None:
+    calls: list[Any] = []
+
+    class Recorder:
+        def refresh(self, point: Any, *, rank: int, mean: Any) -> None:
+            assert mean([torch.ones(2)])[0].tolist() == [1.0, 1.0]
+            calls.append(("refresh", rank, point.kind, len(point.product(point.gradient))))
+
+        def update(self, product: Any, damping: float) -> None:
+            calls.append("update")
+
+        def __call__(self, r: list[Tensor]) -> list[Tensor]:
+            return list(r)
+
+    net = model()
+    optimizer = NewtonCG(net.parameters(), preconditioner=Recorder())
+    optimizer.step(closure_of(net, 1), curvature_closure=closure_of(net, 2))
+    assert calls == [("refresh", 0, "ggn", 4), "update"]
