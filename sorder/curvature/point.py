@@ -309,7 +309,7 @@ class CurvaturePoint:
         self.evaluations += 1
         with ExitStack() as stack:
             stack.enter_context(self._replays[number].again())
-            stack.enter_context(_gradients_kept(self.params))
+            stack.enter_context(gradients_kept(self.params))
             for device, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             # A cached cast of a parameter would outlive the transform that it was made under.
@@ -343,7 +343,8 @@ def _tolerance(roots: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def _gradients_kept(params: Sequence[Tensor]) -> Iterator[None]:
+def gradients_kept(params: Sequence[Tensor]) -> Iterator[None]:
+    """Context that puts ``.grad`` of ``params`` back on leaving."""
     kept = [p.grad for p in params]
     try:
         yield

@@ -14,7 +14,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch import eager_transforms
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 
 def is_differentiated(*trees: Any) -> bool:
@@ -40,7 +40,7 @@ def grad_and_value(f: Callable[..., Any], keep_graph: Callable[[Tensor], bool]) 
     def function(*primals: Any) -> tuple[Any, ...]:
         with eager_transforms.grad_increment_nesting() as level, torch.enable_grad():
             wrapped = eager_transforms._wrap_all_tensors(primals, level)
-            leaves, spec = eager_transforms.tree_flatten(wrapped)
+            leaves, spec = tree_flatten(wrapped)
             eager_transforms._create_differentiable(leaves, level)
             value, aux = f(*wrapped)
             gradients = eager_transforms._autograd_grad((value,), leaves, create_graph=keep_graph(value))

@@ -97,8 +97,7 @@ def _backward_tangent_op(
 
 
 # Library operators, so that graph tracers (torch.func.linearize, make_fx) see one opaque call and not what a kernel
-# launch leaves
-# out. They return only the outputs that exist.
+# launch leaves out. They return only the outputs that exist.
 _CACHES = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
 _SPEC = "float scale, bool causal, str precision"
 library = torch.library.Library("sorder", "DEF")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sorder.curvature import CurvaturePoint, diagonal
+from sorder.curvature.point import gradients_kept
 from sorder.linalg.pytree import wide_dtype
 from sorder.optim.attention_routing import routed_attention
 from sorder.optim.reductions import Reduction
@@ -133,7 +134,7 @@ class DiagonalOptimizer(Optimizer):
             if closure is not None:
                 point = transaction.add(CurvaturePoint(closure, params, self.KIND if joint else None))
                 reduction = Reduction(self._process_group or point.process_group)
-                gradients = _gradients(params, gradients, point, reduction)
+                gradients = gradients_of(params, gradients, point, reduction)
                 loss = reduction.mean_scalar(point.loss)
                 if not math.isfinite(loss):
                     raise FloatingPointError(f"the loss is {loss}")
@@ -217,18 +218,13 @@ class DiagonalOptimizer(Optimizer):
 
     def _measure(self, closure: Any, params: list[Tensor], transaction: Transaction) -> list[tuple[Tensor, Tensor]]:
         """Estimates from a closure that is for the curvature alone: it leaves no trace."""
-        kept = [p.grad for p in params]
-        for p in params:
-            p.grad = None
-        try:
-            with self._own_randomness():
-                point = transaction.add(CurvaturePoint(closure, params, self.KIND))
-                reduction = Reduction(self._process_group or point.process_group)
-                estimates = self._checked(params, self._estimate(point, params, self._number, reduction))
-                point.rollback()
-        finally:
-            for p, grad in zip(params, kept, strict=True):
-                p.grad = grad
+        with gradients_kept(params), self._own_randomness():
+            for p in params:
+                p.grad = None
+            point = transaction.add(CurvaturePoint(closure, params, self.KIND))
+            reduction = Reduction(self._process_group or point.process_group)
+            estimates = self._checked(params, self._estimate(point, params, self._number, reduction))
+            point.rollback()
         return estimates
 
     def _own_randomness(self) -> AbstractContextManager[Any]:
@@ -271,7 +267,7 @@ class DiagonalOptimizer(Optimizer):
         cast(dict[Any, Any], self.state)[GLOBAL] = {"step": self._number + 1}
 
 
-def _gradients(
+def gradients_of(
     params: list[Tensor], before: Sequence[Tensor | None], point: CurvaturePoint, reduction: Reduction
 ) -> list[Tensor | None]:
     """``.grad`` where the closure called backward, which makes new tensors; else those of the loss."""

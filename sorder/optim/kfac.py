@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from sorder.curvature import CurvaturePoint
 from sorder.curvature.evaluation import PlainClosure
+from sorder.curvature.point import gradients_kept
 from sorder.kfac import kronecker
 from sorder.kfac.kronecker import Factors, Options
 from sorder.kfac.preconditioner import check_options as check_kfac_options
@@ -20,8 +21,7 @@ from sorder.kfac.preconditioner import warn_of_fallbacks
 from sorder.kfac.report import report
 from sorder.optim import kfac_model
 from sorder.optim.attention_routing import routed_attention
-from sorder.optim.diagonal_optimizer import _gradients as gradients_of
-from sorder.optim.diagonal_optimizer import check_finite, check_range
+from sorder.optim.diagonal_optimizer import check_finite, check_range, gradients_of
 from sorder.optim.kfac_model import KFACStep
 from sorder.optim.kfac_step import GLOBAL, StepInProgress
 from sorder.optim.reductions import Reduction
@@ -183,20 +183,19 @@ class KFAC(Optimizer):
         if not loss_scale > 0.0:
             raise ValueError(f"loss_scale must be positive, got {loss_scale!r}")
         params, options = self._trainable(), self.param_groups[0]
-        kept = [p.grad for p in params]
         kind = "ggn" if options["damping"] is None else None
-        with routed_attention(options["attention"]), Transaction(params, self.state) as transaction:
+        with (
+            routed_attention(options["attention"]),
+            Transaction(params, self.state) as transaction,
+            gradients_kept(params),
+        ):
             for p in params:
                 p.grad = None
-            try:
-                point = transaction.add(CurvaturePoint(closure, params, kind, **self._point_options()))
-                reduction = Reduction(self._process_group or point.process_group)
-                factors = self._measured(point, reduction, loss_scale)
-                along = None if kind is None else self._along(point, reduction) / loss_scale
-                point.rollback()
-            finally:
-                for p, grad in zip(params, kept, strict=True):
-                    p.grad = grad
+            point = transaction.add(CurvaturePoint(closure, params, kind, **self._point_options()))
+            reduction = Reduction(self._process_group or point.process_group)
+            factors = self._measured(point, reduction, loss_scale)
+            along = None if kind is None else self._along(point, reduction) / loss_scale
+            point.rollback()
         self._pending = factors, along
 
     @torch.no_grad()
