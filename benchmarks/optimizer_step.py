@@ -1,11 +1,14 @@
 """Cost of Sophia and AdaHessian against AdamW: the optimizer's step alone, and whole training steps at long context.
 
     python benchmarks/optimizer_step.py --out benchmarks/results/optimizer_step.json    # one H200, under a minute
+    python benchmarks/optimizer_step.py --parts step kernels --out step.json            # the first two parts alone
     python benchmarks/optimizer_step.py --smoke --out smoke.json                        # any machine: does it run?
 
 "step" is ``optimizer.step()`` between curvature updates, on the parameters of GPT-2 small (124M, float32) with random
 gradients; AdamW is torch's, fused and foreach. Each time is that of a number of steps in a row, divided by it, and the
-optimizers take turns. "training" is loss, gradient and step of a GPT of the same width and depth on one sequence in
+optimizers take turns; beside it how long one call keeps the host when the device is idle. "kernels" is the time on the
+device of Sophia's two kernels, of other tilings too: what the settings in ``sorder/kernels/diagonal_step.py`` come
+from. "training" is loss, gradient and step of a GPT of the same width and depth on one sequence in
 bfloat16 autocast, a curvature update every 10 steps included: the mean over whole cycles.
 """
 
@@ -16,7 +19,7 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,14 @@ import sorder
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 import record
 from gpt import GPT
+
+from sorder.kernels import diagonal_step as kernels
+
+TILINGS = {
+    "search": [kernels.Tiling(b, w) for b, w in ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (16384, 8), (16384, 16))],
+    "step": [kernels.Tiling(b, w) for b, w in ((512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8))],
+}
+PARTS = ("step", "kernels", "training")
 
 
 def now(device: torch.device) -> float:
@@ -45,6 +56,10 @@ def parameters(layers: int, width: int, vocabulary: int, positions: int, device:
     return [torch.randn(s, device=device).mul_(0.02).requires_grad_() for s in shapes]
 
 
+def sizes(args: argparse.Namespace) -> tuple[int, int, int, int]:
+    return args.layers, args.width, args.vocabulary, args.positions
+
+
 def steps(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Milliseconds of a step between updates, of all optimizers in turn."""
     makers: dict[str, Callable[[list[Tensor]], Any]] = {
@@ -56,7 +71,7 @@ def steps(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
     }
     optimizers = {}
     for name, make in makers.items():
-        params = parameters(args.layers, args.width, args.vocabulary, args.positions, device)
+        params = parameters(*sizes(args), device)
         optimizer = optimizers[name] = make(params)
         for p in params:
             p.grad = torch.randn_like(p).mul_(1e-3)
@@ -74,6 +89,12 @@ def steps(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
             for _ in range(args.repeats):
                 optimizer.step()
             seconds[name].append((now(device) - began) / args.repeats)
+    calls: dict[str, list[float]] = {name: [] for name in optimizers}
+    for _ in range(args.rounds):
+        for name, optimizer in optimizers.items():
+            began = now(device)
+            optimizer.step()
+            calls[name].append(time.perf_counter() - began)
     base = seconds["AdamW(fused=True)"]
     count = sum(p.numel() for p in params)
     return [
@@ -84,9 +105,54 @@ def steps(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
             "tensors": len(params),
             "milliseconds": 1e3 * statistics.median(taken),
             "ratio_to_fused_adamw": statistics.median(t / b for t, b in zip(taken, base, strict=True)),
+            "host_milliseconds": 1e3 * statistics.median(calls[name]),
         }
         for name, taken in seconds.items()
     ]
+
+
+def tilings(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Milliseconds on the device, and bytes a second, of the search and the step, for each of :data:`TILINGS`."""
+    p, g, m, h = ([torch.rand_like(t) for t in parameters(*sizes(args), device)] for _ in range(4))
+    count, flag = sum(t.numel() for t in p), kernels.Flag(device)
+    batch = kernels.Batch(p, m, h)
+    rule: dict[str, Any] = {"lr": 1e-4, "keep": 1.0, "take": 0.1, "scale": 1.0, "eps": 1e-12}
+
+    def step() -> None:
+        batch.set_gradients(g)
+        batch.step(flag, **rule)
+
+    batch.set_gradients(g)
+    for name, run, passes in (("search", lambda: batch.search(flag), 1), ("step", step, 6)):
+        present = getattr(kernels, name.upper())
+        for tiling in [present] if args.smoke else dict.fromkeys([present, *TILINGS[name]]):
+            setattr(kernels, name.upper(), tiling)
+            milliseconds = on_device(run, device, args.rounds)
+            row = {"part": "kernels", "kernel": name, "block": tiling.block, "warps": tiling.warps}
+            row |= {"set": tiling == present, "milliseconds": milliseconds}
+            yield row | {"terabytes_per_second": passes * 4e-9 * count / milliseconds}
+        setattr(kernels, name.upper(), present)
+        batch.set_gradients(g)
+
+
+def on_device(run: Callable[[], None], device: torch.device, rounds: int) -> float:
+    """Median milliseconds between events around ``run`` on a GPU; by the clock elsewhere."""
+    run()
+    taken = []
+    for _ in range(rounds):
+        if device.type != "cuda":
+            began = now(device)
+            run()
+            taken.append(1e3 * (now(device) - began))
+            continue
+        torch.cuda._sleep(1_000_000)  # cycles in which the host gets ahead, so that no launch is waited for
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        run()
+        last.record()
+        last.synchronize()
+        taken.append(first.elapsed_time(last))
+    return statistics.median(taken)
 
 
 def training(args: argparse.Namespace, device: torch.device, name: str, curvature_tokens: int) -> dict[str, Any]:
@@ -144,6 +210,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="JSON, written after every part")
     parser.add_argument("--commit", help="recorded in the results; default: git's HEAD")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
@@ -175,8 +242,12 @@ def main(argv: list[str] | None = None) -> None:
         record.write(args.out, results)
         print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()), flush=True)
 
-    for row in steps(args, device):
+    for row in steps(args, device) if "step" in args.parts else ():
         add(row)
+    for row in tilings(args, device) if "kernels" in args.parts else ():
+        add(row)
+    if "training" not in args.parts:
+        return
     # All tokens and a quarter of them, as the curvature of a part of the batch is the usual choice.
     runs = [("AdamW(fused=True)", 0), ("SophiaG", args.tokens), ("SophiaH", args.tokens // 4), ("SophiaH", args.tokens)]
     for name, curvature_tokens in [*runs, ("AdaHessian", args.tokens // 4)]:

@@ -102,10 +102,17 @@ def step(optimizer: Optimizer, loss: Callable[[], Tensor]) -> Tensor:
 
 
 class Training:
-    """One optimizer on the autoencoder; ``curve`` is its error against steps and seconds."""
+    """One optimizer on the autoencoder; ``curve`` is its error against steps and seconds, those of ``clock``."""
 
-    def __init__(self, name: str, args: argparse.Namespace, lr: float | None = None, **options: Any) -> None:
-        self.name, self.args = name, args
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        lr: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        **options: Any,
+    ) -> None:
+        self.name, self.args, self.clock = name, args, clock
         device = torch.device(args.device)
         self.images = curves(args.images, args.side, args.seed).to(device)
         self.model = autoencoder(args.side**2, args.widths, args.seed).to(device)
@@ -164,7 +171,7 @@ class Training:
     def _now(self) -> float:
         if self.images.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter()
+        return self.clock()
 
 
 def plot(runs: list[dict[str, Any]], path: Path) -> None:

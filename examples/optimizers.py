@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 import sorder
 
-# Newton-CG's own default is 1, the whole way to one batch's minimum; half the way is better for the other batches.
+# Newton-CG's and K-FAC's own default is 1, the whole way to one batch's minimum; half the way is better for the others.
 # Sophia's and AdaHessian's come from short trials at the example's sizes on a CPU: for Sophia the best of 1e-3 to
 # 1.2e-2, for AdaHessian its default, since 0.3 gains little and 0.5 loses much.
 LEARNING_RATES = {
     "newton-cg": 0.5,
+    "kfac": 0.5,
     "sophia-h": 2e-3,
     "sophia-g": 2e-3,
     "adahessian": 0.15,
@@ -26,10 +27,16 @@ LEARNING_RATES = {
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 CURVATURE = {
     "newton-cg": sorder.NewtonCG,
+    "kfac": sorder.KFAC,
     "sophia-h": sorder.SophiaH,
     "sophia-g": sorder.SophiaG,
     "adahessian": sorder.AdaHessian,
 }
+# Their steps have a length of their own, which no warm-up has to hold back.
+OWN_LENGTH = {"newton-cg", "kfac"}
+PRECONDITIONERS = ("none", "diagonal", "squared-gradient", "kfac", "ekfac")
+# What CG reaches in ten iterations without a preconditioner, it reaches in three behind Kronecker factors.
+KFAC_CG_ITERATIONS = 3
 # Lookahead wraps another optimizer. This Adahessian is sorder's, without the reference cycle of create_graph.
 NOT_FROM_TORCH_OPTIMIZER = {"lookahead", "adahessian"}
 
@@ -40,8 +47,10 @@ def find(name: str) -> Callable[..., Optimizer]:
     Raises:
         ValueError: there is none of that name.
     """
+    if name == "newton-cg":
+        return newton_cg
     if name in CURVATURE:
-        return lambda model, **options: CURVATURE[name](model.parameters(), **options)
+        return lambda model, **options: CURVATURE[name](model.named_parameters(), **options)
     if name == "adamw":
         return lambda model, **options: torch.optim.AdamW(model.parameters(), **{**ADAMW, **options})
     if name == "muon":
@@ -79,6 +88,24 @@ def make(name: str, model: nn.Module, lr: float | None, **options: Any) -> Optim
     """
     lr = LEARNING_RATES.get(name) if lr is None else lr
     return find(name)(model, **({} if lr is None else {"lr": lr}), **options)
+
+
+def newton_cg(
+    model: nn.Module, preconditioner: str = "none", factors: dict[str, Any] | None = None, **options: Any
+) -> sorder.NewtonCG:
+    """Newton-CG behind one of PRECONDITIONERS; ``factors`` are options of :class:`sorder.KFACPreconditioner`.
+
+    Raises:
+        ValueError: there is none of that name, or an option is out of range.
+    """
+    if preconditioner not in PRECONDITIONERS:
+        raise ValueError(f"no preconditioner {preconditioner!r}; there are {', '.join(PRECONDITIONERS)}")
+    chosen: Any = None if preconditioner == "none" else preconditioner
+    if preconditioner in ("kfac", "ekfac"):
+        inverse = "cholesky" if preconditioner == "kfac" else "ekfac"
+        chosen = sorder.KFACPreconditioner(model, **{"inverse": inverse, **(factors or {})})
+        options = {"cg_iterations": KFAC_CG_ITERATIONS, **options}
+    return sorder.NewtonCG(model.named_parameters(), preconditioner=chosen, **options)
 
 
 class MuonAndAdamW(Optimizer):
@@ -140,6 +167,17 @@ def scalars(optimizer: Optimizer) -> dict[str, float]:
             "newton-cg/reduction ratio": newton.reduction_ratio,
             "newton-cg/curvature along the step": newton.curvature_along_step,
             "newton-cg/step length": newton.step_length,
+        }
+    if isinstance(optimizer, sorder.KFAC):
+        kfac = optimizer.last_step
+        assert kfac is not None
+        return {
+            "kfac/learning rate of the model": kfac.learning_rate,
+            "kfac/momentum of the model": kfac.momentum,
+            "kfac/products": kfac.products,
+            "kfac/damping": kfac.damping,
+            "kfac/reduction ratio": kfac.reduction_ratio,
+            "kfac/step length": kfac.step_length,
         }
     if isinstance(optimizer, sorder.SophiaH | sorder.SophiaG):
         sophia = optimizer.last_step

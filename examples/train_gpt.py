@@ -1,7 +1,8 @@
 """Trains a byte-level GPT on real text with Newton-CG, or with a rival.
 
     python examples/train_gpt.py          # the standard library's sources, Newton-CG, a few minutes on a CPU
-    python examples/train_gpt.py --optimizer sophia-g
+    python examples/train_gpt.py --preconditioner kfac                 # Kronecker factors before the exact products
+    python examples/train_gpt.py --optimizer kfac                      # or sophia-g, adamw, muon, …
     python examples/train_gpt.py --data 'books/*.txt' --steps 200 --out runs/books
     python examples/train_gpt.py --resume --steps 400 --out runs/books
     tensorboard --logdir runs
@@ -42,9 +43,9 @@ PRESETS: dict[str, dict[str, int]] = {
     "cpu": {"context": 128, "batch": 16, "layers": 2, "width": 64, "heads": 2, "steps": 100, "windows": 32},
     "cuda": {"context": 32_768, "batch": 4, "layers": 6, "width": 384, "heads": 6, "steps": 60, "windows": 8},
 }
-WARMUP = 20  # steps over which the learning rate rises, but Newton-CG's
+WARMUP = 20  # steps over which the learning rate rises, where steps have no length of their own
 # What a resumed run cannot change; the text has a fingerprint.
-FIXED = ["optimizer", "lr", "layers", "width", "heads", "context", "batch", "curvature_batch", "seed"]
+FIXED = ["optimizer", "preconditioner", "lr", "layers", "width", "heads", "context", "batch", "curvature_batch", "seed"]
 RUNS = Path("runs/train_gpt")
 
 
@@ -61,6 +62,9 @@ def parse(argv: list[str] | None, defaults: dict[str, Any] | None = None) -> arg
         default="newton-cg",
         type=str.lower,
         help=f"{', '.join(optimizers.LEARNING_RATES)}, or a class of torch-optimizer but Lookahead; default newton-cg",
+    )
+    parser.add_argument(
+        "--preconditioner", choices=optimizers.PRECONDITIONERS, default="none", help="of newton-cg's CG; default none"
     )
     parser.add_argument("--lr", type=float, help="learning rate; default: the optimizer's")
     parser.add_argument("--steps", type=positive, help=size)
@@ -122,6 +126,10 @@ class Run:
         torch.manual_seed(args.seed)
         try:
             self.model = GPT(256, args.width, args.layers, args.heads, args.checkpoint_blocks).to(self.device)
+            if args.preconditioner != "none":
+                if args.optimizer != "newton-cg":
+                    raise ValueError(f"--preconditioner is for newton-cg, and {args.optimizer} has none")
+                optimizer_options = {"preconditioner": args.preconditioner, **optimizer_options}
             self.optimizer: Optimizer = optimizers.make(args.optimizer, self.model, args.lr, **optimizer_options)
         except ValueError as error:
             raise UserError(str(error)) from error
@@ -145,7 +153,7 @@ class Run:
         """One optimizer step; the batch depends on the step's number alone, so a resumed run sees the same."""
         args = self.args
         tokens = self.corpus.batch(self.step, args.batch, args.context, args.seed).to(self.device)
-        if args.optimizer != "newton-cg":
+        if args.optimizer not in optimizers.OWN_LENGTH:
             for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
                 if rate is not None:  # some of torch-optimizer choose it themselves
                     group["lr"] = rate * min(1.0, (self.step + 1) / WARMUP)

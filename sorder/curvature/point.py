@@ -138,7 +138,7 @@ class CurvaturePoint:
         self.outputs = self._as_given([tree_map(_detached, e.outputs) for e in self._evaluations])
         for evaluation in self._evaluations:
             refuse_reentrant_checkpoints(python_nodes(evaluation.root))
-        with self._derivatives():
+        with self.derivatives():
             splits = [
                 find_split(e, watch, kind, self._sign, seed + 1_000_003 * i)
                 for i, (e, watch) in enumerate(zip(self._evaluations, watches, strict=True))
@@ -185,11 +185,11 @@ class CurvaturePoint:
                 raise MissingDerivativeError(RANDOMNESS)
 
         def dual() -> Product:
-            run = partial(self._rerun, number)
+            run = partial(self.rerun, number)
             return modes.jacobian_by_dual_numbers(run, self.params, split.positions, check)
 
         def substituted() -> Product:
-            run = partial(self._rerun, number)
+            run = partial(self.rerun, number)
             return modes.jacobian_by_substitution(run, self.params, split.positions, used, check)
 
         def reverse() -> Product:
@@ -240,13 +240,13 @@ class CurvaturePoint:
             if reverse_product is not None:
                 return reverse_product
             # The graph was given up for forward-over-reverse; the same run, once more.
-            return modes.hessian_reverse_over_reverse(self._rerun(number).root, self.params)[1]
+            return modes.hessian_reverse_over_reverse(self.rerun(number).root, self.params)[1]
 
         def substituted() -> Product:
-            return modes.hessian_by_substitution(partial(self._rerun, number), self.params, used, check)
+            return modes.hessian_by_substitution(partial(self.rerun, number), self.params, used, check)
 
         def dual() -> Product:
-            return modes.hessian_by_dual_numbers(partial(self._rerun, number), self.params, check)
+            return modes.hessian_by_dual_numbers(partial(self.rerun, number), self.params, check)
 
         order = [(FORWARD, substituted), (FORWARD, dual), (REVERSE, reverse)]
         if self._mode == REVERSE:
@@ -275,7 +275,7 @@ class CurvaturePoint:
         _check_vector(v, self.params)
         cast = [t.detach().to(p.dtype) for t, p in zip(v, self.params, strict=True)]
         sums: list[Tensor] | None = None
-        with torch.enable_grad(), self._derivatives():
+        with torch.enable_grad(), self.derivatives():
             for product in self._products:
                 part = product(cast)
                 sums = part if sums is None else [a + b for a, b in zip(sums, part, strict=True)]
@@ -285,7 +285,7 @@ class CurvaturePoint:
 
     def value(self) -> Tensor:
         """``sign`` times the loss of the same function where the parameters are now, a 0-dimensional tensor."""
-        return self._sign * total([self._rerun(i).root.detach() for i in range(len(self._closures))])
+        return self._sign * total([self.rerun(i).root.detach() for i in range(len(self._closures))])
 
     def release(self) -> None:
         """Free graphs and outputs. No product can be taken any more; :meth:`value` still works."""
@@ -304,8 +304,17 @@ class CurvaturePoint:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _rerun(self, number: int) -> Evaluation:
-        """Closure ``number`` once more: same random numbers, same buffers, no trace, ``.grad`` included."""
+    @property
+    def closures(self) -> int:
+        """Number of closures whose losses are summed."""
+        return len(self._closures)
+
+    def rerun(self, number: int) -> Evaluation:
+        """Closure ``number`` (from 0) once more where the parameters are now, with a graph, for further derivatives.
+
+        It sees the random numbers, buffers and autocast region of the first run, and leaves no trace, ``.grad``
+        included. Take derivatives of its ``root``, the loss, inside :meth:`derivatives`.
+        """
         self.evaluations += 1
         with ExitStack() as stack:
             stack.enter_context(self._replays[number].again())
@@ -320,8 +329,10 @@ class CurvaturePoint:
             return run_closure(self._closures[number], self.params, differentiate=False, gradients=gradients)
 
     @contextmanager
-    def _derivatives(self) -> Iterator[None]:
-        """Derivatives are taken outside the caller's autocast region, as PyTorch asks, and leave no trace."""
+    def derivatives(self) -> Iterator[None]:
+        """Context for derivatives of :meth:`rerun`: outside the caller's autocast region, as PyTorch asks; they leave
+        no trace in buffers and random generators, even where they run parts of the model again (checkpoints).
+        """
         with ExitStack() as stack:
             for replay in reversed(self._replays):
                 stack.enter_context(replay.undisturbed())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from sorder.curvature.buffers import BufferWatch
-from sorder.curvature.random_state import RandomState
+from sorder.func.random_state import RandomState
 
 
 class Replay:
@@ -48,7 +48,7 @@ class Replay:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Context that leaves no trace in generators and buffers; a backward pass may run modules, too."""
-        state = RandomState(self.before.generators)
+        state = RandomState(generators=self.before.generators)
         try:
             yield
         finally:

@@ -2,42 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-
-class RandomState:
-    """State of torch's default generators on the CPU and on given devices."""
-
-    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self._restore: list[tuple[Callable[..., None], tuple[object, ...]]] = [
-            (torch.set_rng_state, (torch.get_rng_state(),))
-        ]
-        for device in devices:
-            if device.type == "mps":
-                self._restore.append((torch.mps.set_rng_state, (torch.mps.get_rng_state(),)))
-            elif device.type not in ("cpu", "meta"):
-                module = torch.get_device_module(device)
-                self._restore.append((module.set_rng_state, (module.get_rng_state(device), device)))
-
-    def restore(self) -> None:
-        """Put the generators back into the recorded state."""
-        for setter, arguments in self._restore:
-            setter(*arguments)
-
-    @contextmanager
-    def replay(self, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-        """Run from the recorded state; afterwards the generators are as they were on entry."""
-        present = RandomState(devices)
-        self.restore()
-        try:
-            yield
-        finally:
-            present.restore()
+from sorder.func.random_state import RandomState
 
 
 class FirstCallMode(TorchFunctionMode):
@@ -56,9 +28,9 @@ class Ambient:
     """
 
     def __init__(self, tensors: Iterable[Tensor], preserve_rng_state: bool) -> None:
-        self._devices = sorted({tensor.device for tensor in tensors}, key=str)
-        self._random = RandomState(self._devices) if preserve_rng_state else None
-        kinds = sorted({device.type for device in self._devices} | {"cpu"})
+        devices = sorted({tensor.device for tensor in tensors}, key=str)
+        self._random = RandomState(devices) if preserve_rng_state else None
+        kinds = sorted({device.type for device in devices} | {"cpu"})
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in kinds
@@ -96,7 +68,7 @@ class Ambient:
         """Random state, autocast and function modes as recorded; on leaving, as they were on entry."""
         with ExitStack() as stack:
             if self._random is not None:
-                stack.enter_context(self._random.replay(self._devices))
+                stack.enter_context(self._random.replay())
             stack.enter_context(self.autocast())
             stack.enter_context(self.modes())
             yield

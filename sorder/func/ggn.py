@@ -11,10 +11,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from sorder.func._arguments import Argnums, check_callable, check_scalar, moving, split_aux
 from sorder.func._fused_attention import explained
-from sorder.func.ambient import RandomState
 from sorder.func.hvp import hvp
 from sorder.func.loss_call import LossCall, find_loss_call
 from sorder.func.no_grad import NoGradStopsTangents
+from sorder.func.random_state import RandomState
 
 
 def ggnvp(
@@ -107,7 +107,7 @@ def gauss_newton_product(
     out, moved = forward[:2]
     cotangent = output_map(checked, out, moved)
     del out, moved, forward  # the second pass has outputs of its own
-    with before.replay(devices):
+    with before.replay():
         result: Any = torch.func.vjp(model, *m.primals, has_aux=has_aux)
     product = m.result(result[1](cotangent))
     return (product, result[2]) if has_aux else product

@@ -110,8 +110,17 @@ def _is_mapped(tree: Any) -> bool:
 
 def _forward_over_reverse(f: Callable[..., Any], m: Moving) -> tuple[Any, ...]:
     nested = is_differentiated(m.tangents)
-    gradient_of = grad_and_value(f, lambda value: nested or is_recorded(value))
-    result: Any = torch.func.jvp(gradient_of, m.primals, m.tangents, has_aux=True)
+
+    def tangent(keep_graph: Callable[[torch.Tensor], bool]) -> Any:
+        return torch.func.jvp(grad_and_value(f, keep_graph), m.primals, m.tangents, has_aux=True)
+
+    try:
+        result = tangent(lambda value: nested or is_recorded(value))
+    except NotImplementedError as error:
+        if "forward AD" not in str(error):
+            raise
+        # Some operations have a differentiable backward pass only where that is recorded.
+        result = tangent(lambda _: True)
     gradient, product, (value, aux) = result
     return value, gradient, product, aux
 

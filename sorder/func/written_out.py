@@ -1,4 +1,4 @@
-"""Norms, losses and dropout written out, for the transforms under which PyTorch's own fail or are silently wrong.
+"""Norms, activations, losses and dropout written out, for transforms under which PyTorch's fail or are silently wrong.
 
 Through torch 2.13:
 
@@ -7,9 +7,12 @@ Through torch 2.13:
 - the batching rule of ``layer_norm``'s second derivative errs where the weight's tangent is mapped, as
   ``torch.func.hessian`` maps it: silently wrong;
 - ``mse_loss`` and ``huber_loss`` raise in forward over reverse;
+- ``silu``, ``mish``, ``hardsigmoid``, ``group_norm`` and ``soft_margin_loss`` raise there unless the backward pass is
+  recorded, and ``glu`` in reverse over forward;
 - on CUDA, a softmax that widens its 16-bit input (as ``cross_entropy`` does under autocast) gives its 16-bit gradient a
   float32 tangent, over which the next matrix product raises;
-- on CUDA, the backward of dropout has no forward-mode rule (2.11).
+- on CUDA, the backward of dropout has no forward-mode rule (2.11);
+- products with the Hessian of ``cross_entropy`` hold many float32 copies of 16-bit logits (right, but costly).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
+from sorder.func.cross_entropy import cross_entropy, logsumexp, serves
 from sorder.func.no_grad import NoGradStopsTangents
 
 
@@ -37,7 +41,9 @@ class WrittenOut(NoGradStopsTangents):
 
     def __init__(self, norms: bool, dropout: bool = False) -> None:
         super().__init__()
-        self._replacements = _LOSSES | _SOFTMAXES | (_NORMS if norms else {}) | (_DROPOUTS if dropout else {})
+        self._replacements = (
+            _LOSSES | _ACTIVATIONS | _SOFTMAXES | (_NORMS if norms else {}) | (_DROPOUTS if dropout else {})
+        )
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``func`` or its replacement."""
@@ -102,6 +108,22 @@ def _batch_norm(
     return _channel_norm(input, (0, *range(2, input.dim())), weight, bias, eps)
 
 
+def _group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    x, dtype = _wide(input)
+    batch, channels = input.shape[:2]
+    if channels % num_groups:
+        return F.group_norm(input, num_groups, weight, bias, eps)  # raises
+    out = _normalize(x.reshape(batch, num_groups, -1), (2,), eps).reshape(input.shape)
+    shape = (1, channels) + (1,) * (input.dim() - 2)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(dtype)
+
+
 def _instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -161,6 +183,39 @@ def _huber_loss(
     return _reduce(loss, None, None, reduction, weight)
 
 
+def _soft_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    return _reduce(F.softplus(-target * input), size_average, reduce, reduction, None)
+
+
+def _gated(gate: Any) -> Any:
+    """x ↦ x · gate(x), evaluated in float32 at least, as PyTorch's fused activations do."""
+
+    def activation(input: Tensor, inplace: bool = False) -> Tensor:
+        x = (input.clone() if inplace else input).to(torch.promote_types(input.dtype, torch.float32))
+        out = (x * gate(x)).to(input.dtype)
+        return input.copy_(out) if inplace else out
+
+    return activation
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    out = (input / 6 + 0.5).clamp(0, 1)
+    return input.copy_(out) if inplace else out
+
+
+def _glu(input: Tensor, dim: int = -1) -> Tensor:
+    if input.shape[dim] % 2:
+        return F.glu(input, dim)  # raises
+    value, gate = input.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
 def _softmax_of_wide_input(function: Any) -> Any:
     """``function`` with its 16-bit input widened beforehand where autocast or ``dtype`` would widen it inside."""
 
@@ -174,6 +229,13 @@ def _softmax_of_wide_input(function: Any) -> Any:
     return wrapped
 
 
+_cross_entropy_of_wide_input = _softmax_of_wide_input(F.cross_entropy)
+
+
+def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    return (cross_entropy if serves(*args, **kwargs) else _cross_entropy_of_wide_input)(*args, **kwargs)
+
+
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not (input.is_cuda and training and 0.0 < p < 1.0) or inplace:
         return F.dropout(input, p, training, inplace)
@@ -184,10 +246,27 @@ _DROPOUTS = {F.dropout: _dropout, torch.dropout: _dropout}
 _SOFTMAXES = {
     function: _softmax_of_wide_input(function)
     for function in (
-        F.cross_entropy, F.log_softmax, F.softmax, torch.log_softmax, torch.softmax, Tensor.log_softmax, Tensor.softmax,
+        F.log_softmax, F.softmax, torch.log_softmax, torch.softmax, Tensor.log_softmax, Tensor.softmax,
     )
 }  # fmt: skip
-_LOSSES = {F.mse_loss: _mse_loss, F.huber_loss: _huber_loss}
+_LOSSES = {
+    F.cross_entropy: _cross_entropy,
+    F.mse_loss: _mse_loss,
+    F.huber_loss: _huber_loss,
+    F.soft_margin_loss: _soft_margin_loss,
+    torch.logsumexp: logsumexp,
+    Tensor.logsumexp: logsumexp,
+}
+_ACTIVATIONS = {
+    F.silu: _gated(torch.sigmoid),
+    torch._C._nn.silu: _gated(torch.sigmoid),
+    F.mish: _gated(lambda x: torch.tanh(F.softplus(x))),
+    torch._C._nn.mish: _gated(lambda x: torch.tanh(F.softplus(x))),
+    F.hardsigmoid: _hardsigmoid,
+    torch._C._nn.hardsigmoid: _hardsigmoid,
+    F.glu: _glu,
+    F.group_norm: _group_norm,
+}
 _NORMS = {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,

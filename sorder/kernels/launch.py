@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from sorder.kernels.ranges import row_intervals
+from sorder.kernels.scores import PLAIN, Score, dropout_threshold
 from sorder.kernels.spec import AttentionSpec
 
 _MAX_GRID_X = 2**31 - 1
@@ -38,11 +41,15 @@ class Config(NamedTuple):
 
 
 class Heads:
-    """The leading dimensions of one attention problem, folded to the three that kernels address by strides."""
+    """The leading dimensions of one attention problem, folded to the three that kernels address by strides.
 
-    def __init__(self, query: torch.Tensor) -> None:
+    ``group`` query heads share a key head: query head h, along the last leading dimension, uses key head h // group.
+    """
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor | None = None) -> None:
         self.lead = query.shape[:-2]
         self.count = math.prod(self.lead)
+        self.group = query.shape[-3] // key.shape[-3] if key is not None and self.lead else 1
         if len(self.lead) <= 3:
             self.folded = (1,) * (3 - len(self.lead)) + tuple(self.lead)
         else:
@@ -57,13 +64,57 @@ class Heads:
 
     def _fold(self, x: torch.Tensor) -> torch.Tensor:
         if len(self.lead) > 3:
-            x = x.reshape(*self.folded, *x.shape[-2:])
+            x = x.reshape(*self.folded[:2], *x.shape[-3:])
         addressable = x.stride(-2) <= _MAX_ROW_STRIDE  # offsets within a tile are 32-bit
         return x if x.stride(-1) == 1 and addressable else x.contiguous()
 
     def unfold(self, x: torch.Tensor) -> torch.Tensor:
         """Undoes :meth:`fold` on an output."""
-        return x.view(*self.lead, *x.shape[-2:]) if len(self.lead) > 3 else x
+        return x.view(*self.lead[:-1], *x.shape[-3:]) if len(self.lead) > 3 else x
+
+    def fold_broadcast(self, x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        """What broadcasts to (*lead, *sizes), as (·, lead1, lead2, *sizes) with strides of 0 where it does."""
+        for dim, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+            if size > 1 and stride == 0:  # reshape() would write out repetitions
+                x = x.narrow(dim, 0, 1)
+        folded = self.fold_shape(x.shape, len(sizes))
+        if folded.numel() != x.numel():
+            x = x.expand(*self.lead[:-2], *folded[1:])
+        return x.reshape(folded).expand(*self.folded, *sizes)
+
+    def fold_shape(self, shape: torch.Size, trailing: int) -> torch.Size:
+        """Shape, with three leading dimensions before the ``trailing`` last, of what broadcasts to all heads.
+
+        It has more elements only where some of the dimensions that are folded into the first one broadcast.
+        """
+        outer, inner = shape[: -2 - trailing], shape[-2 - trailing :]
+        padding = (1,) * (2 + trailing - len(inner))
+        first = 1 if math.prod(outer) == 1 else self.folded[0]
+        return torch.Size((first, *padding, *inner))
+
+    def splits(self, q: torch.Tensor, n_k: int) -> int:
+        """Programs among which a key tile's query heads are divided: more than one only where a GPU would idle."""
+        if self.group == 1:
+            return 1
+        programs = self.count // self.group * triton.cdiv(n_k, 128)
+        wanted = 2 * _multiprocessors(q.device)
+        divisors = (n for n in range(1, self.group + 1) if self.group % n == 0)
+        return next((n for n in divisors if n * programs >= wanted), self.group)
+
+    def new_key_matrix(self, like: torch.Tensor, splits: int) -> torch.Tensor:
+        """Uninitialised output like K or V; with splits, one float32 part a program, to be summed by :meth:`merged`."""
+        if splits == 1:
+            return new_matrix(like, like.shape[-1])
+        *outer, key_heads, n_k, width = like.shape
+        return like.new_empty((*outer, key_heads * splits, n_k, width), dtype=torch.float32)
+
+    def merged(self, parts: torch.Tensor | None, dtype: torch.dtype, splits: int) -> torch.Tensor | None:
+        """An output of :meth:`new_key_matrix`, unfolded."""
+        if parts is None:
+            return None
+        if splits > 1:
+            parts = parts.unflatten(-3, (-1, splits)).sum(-3).to(dtype)
+        return self.unfold(parts)
 
     def new_row_vector(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Uninitialised (..., N) for the N rows of a folded matrix."""
@@ -73,9 +124,9 @@ class Heads:
         pad = (0,) * max(0, 3 - len(self.lead))
         return tuple((0, 0, 0, 0) if x is None else pad + x.stride()[:-1] for x in matrices)
 
-    def grid(self, tiles: int) -> tuple[int, int]:
-        """Flat grid over heads × tiles, spilling from axis x to y past 2³¹ − 1 programs."""
-        programs = self.count * tiles
+    def grid(self, tiles: int, heads: int | None = None) -> tuple[int, int]:
+        """Flat grid over heads (by default, of the query) × tiles, spilling from axis x to y past 2³¹ − 1 programs."""
+        programs = (self.count if heads is None else heads) * tiles
         return min(programs, _MAX_GRID_X), -(-programs // _MAX_GRID_X)
 
 
@@ -106,30 +157,45 @@ def run(
     lengths: tuple[int, int],
     widths: tuple[int, int],
     arguments: tuple[Any, ...],
+    score: Score = PLAIN,
+    grid: Callable[[Config], tuple[int, int]] | None = None,
+    **constants: Any,
 ) -> None:
-    """Launches one sweep: a program per head and tile of query rows, or of keys where ``name`` ends in "keys".
+    """Launches one sweep: a program per head and tile of query rows, or, where ``name`` ends in "keys", per key head,
+    split of its query heads (the constant SPLITS) and tile of keys.
 
     Args:
-        kernel: Triton function of (*arguments, lead1, lead2, tiles, heads, n_q, n_k, scale, constants…).
+        kernel: Triton function of (*arguments, score, lead1, lead2, tiles, heads, n_q, n_k, scale, constants…).
         name: its entry in the table of launch settings.
         lengths, widths: (Nq, Nk) and (d, dv).
         arguments: the tensors, the query first, then their strides.
+        score: what else acts on the scores.
+        grid: (tiles, heads) of another division into programs.
+        constants: further compile-time arguments.
     """
     (n_q, n_k), (d, dv) = lengths, widths
     q = arguments[0]
-    absent = tuple(x is None for x in arguments)
-    key = (name, widths, q.dtype, q.device, spec.precision, absent)
+    over_keys = name.endswith("keys")
+    absent = tuple(x is None for x in (*arguments, *score))
+    key = (name, widths, q.dtype, q.device, spec.precision, spec.softcap is None, absent)
     config = _fitting.get(key) or settings(name, max(block(d), block(dv)), q.dtype)
     while True:
-        constants: dict[str, Any] = {"RAGGED": n_q % config.rows != 0} if name.endswith("keys") else {}
-        swept, tile = (n_k, config.cols) if name.endswith("keys") else (n_q, config.rows)
-        tiles = triton.cdiv(swept, tile)
+        if grid is not None:
+            tiles, count = grid(config)
+        elif over_keys:
+            tiles, count = triton.cdiv(n_k, config.cols), heads.count // heads.group * constants["SPLITS"]
+            constants["RAGGED"] = n_q % config.rows != 0
+        else:
+            tiles, count = triton.cdiv(n_q, config.rows), heads.count
         try:
             with torch.cuda.device_of(q):
-                kernel[heads.grid(tiles)](
-                    *arguments, *heads.folded[1:], tiles, heads.count, n_q, n_k, spec.scale,
+                if over_keys and score.start is not None:
+                    score = row_intervals(heads, score, lengths, config.rows, config.cols)
+                kernel[heads.grid(tiles, count)](
+                    *arguments, score.argument(), *heads.folded[1:], tiles, count, n_q, n_k, spec.scale,
                     D=d, DV=dv, BLOCK_D=block(d), BLOCK_DV=block(dv), ROWS=config.rows, COLS=config.cols,
-                    CAUSAL=spec.causal, PRECISION=_dot_precision(q, spec), **constants,
+                    CAUSAL=spec.causal, PRECISION=_dot_precision(q, spec), GROUP=heads.group, SOFTCAP=spec.softcap,
+                    DROPOUT=dropout_threshold(spec.dropout), **constants,
                     num_warps=config.warps, num_stages=config.stages,
                 )  # fmt: skip
         except OutOfResources:  # a GPU with less shared memory than the table was measured on
@@ -140,6 +206,10 @@ def run(
         else:
             _fitting[key] = config
             return
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _dot_precision(q: torch.Tensor, spec: AttentionSpec) -> str:
@@ -185,6 +255,9 @@ _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("backward_tangent_dual_queries", 2, 64): Config(128, 64, 8, 3),
     ("backward_tangent_dual_queries", 2, 128): Config(128, 32, 8, 2),
     ("backward_tangent_dual_queries", 2, 256): Config(64, 16, 8, 1),
+    ("bias_gradient", 2, 64): Config(64, 64, 4, 2),
+    ("bias_gradient", 2, 128): Config(64, 64, 8, 2),
+    ("bias_gradient", 2, 256): Config(32, 32, 8, 1),
     ("forward", 4, 64): Config(64, 32, 4, 2),
     ("forward", 4, 128): Config(64, 32, 8, 2),
     ("forward", 4, 256): Config(32, 16, 8, 1),
@@ -203,6 +276,9 @@ _SETTINGS: dict[tuple[str, int, int], Config] = {
     ("backward_tangent_queries", 4, 64): Config(64, 32, 4, 1),
     ("backward_tangent_queries", 4, 128): Config(32, 32, 8, 1),
     ("backward_tangent_queries", 4, 256): Config(16, 16, 8, 1),
+    ("bias_gradient", 4, 64): Config(32, 32, 4, 1),
+    ("bias_gradient", 4, 128): Config(32, 32, 8, 1),
+    ("bias_gradient", 4, 256): Config(16, 16, 8, 1),
 }
 _fitting: dict[tuple[Any, ...], Config] = {}
 """Settings that were found to fit, by problem and device."""

@@ -2,7 +2,8 @@
 
     D = rowsum(dO∘O) − dL          Ḋ = rowsum(dȮ∘O + dO∘Ȯ) − dL̇
 
-Always accumulated and kept in float32; absent tensors contribute nothing.
+Always accumulated and kept in float32; absent tensors contribute nothing. For 16-bit inputs Ȯ comes in two parts, the
+second being what the first lost by its rounding: where dO and Ȯ have means, that rounding would cost Ḋ its digits.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ def _row_dot(a, b):
 
 @triton.jit(do_not_specialize=SIZES)
 def row_scalars_kernel(
-    O, DO, TO, TDO, DL, TDL, DELTA, TDELTA, o_strides, do_strides, to_strides, tdo_strides,
+    O, DO, TO, LOW, TDO, DL, TDL, DELTA, TDELTA, o_strides, do_strides, to_strides, low_strides, tdo_strides,
     lead1, lead2, tiles, heads, n_q, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    z, tile = program_head_and_tile(tiles)
-    if z >= heads:
+    z, tile = program_head_and_tile(heads)
+    if tile >= tiles:
         return
     row0 = tile * ROWS
     O = head_pointer(O, z, lead1, lead2, o_strides)
     DO = head_pointer(DO, z, lead1, lead2, do_strides) if DO is not None else None
     TO = head_pointer(TO, z, lead1, lead2, to_strides) if TO is not None else None
+    LOW = head_pointer(LOW, z, lead1, lead2, low_strides) if LOW is not None else None
     TDO = head_pointer(TDO, z, lead1, lead2, tdo_strides) if TDO is not None else None
     o = load_tile(O, row0, o_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee")
     do = load_tile(DO, row0, do_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee") if DO is not None else None
@@ -50,6 +52,8 @@ def row_scalars_kernel(
             tdelta += _row_dot(load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"), o)
         if DO is not None and TO is not None:
             tdelta += _row_dot(do, load_tile(TO, row0, to_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"))
+        if DO is not None and LOW is not None:
+            tdelta += _row_dot(do, load_tile(LOW, row0, low_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"))
         if TDL is not None:
             tdelta -= load_row_vector(TDL + z * n_q, row0, n_q, ROWS, True)
         tl.store(TDELTA + z * n_q + rows, tdelta, mask=rows < n_q)
@@ -57,8 +61,8 @@ def row_scalars_kernel(
 
 def row_scalars(
     heads: launch.Heads, o: torch.Tensor, do: torch.Tensor | None, dl: torch.Tensor | None,
-    *, to: torch.Tensor | None = None, tdo: torch.Tensor | None = None, tdl: torch.Tensor | None = None,
-    second_order: bool = False,
+    *, to: torch.Tensor | None = None, to_low: torch.Tensor | None = None,
+    tdo: torch.Tensor | None = None, tdl: torch.Tensor | None = None, second_order: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """D and, if ``second_order``, Ḋ, float32 (..., N), from folded matrices and contiguous row vectors."""
     n_q, dv = o.shape[-2:]
@@ -67,7 +71,7 @@ def row_scalars(
     tiles = triton.cdiv(n_q, _ROWS)
     with torch.cuda.device_of(o):
         row_scalars_kernel[heads.grid(tiles)](
-            o, do, to, tdo, dl, tdl, delta, tdelta, *heads.strides(o, do, to, tdo),
+            o, do, to, to_low, tdo, dl, tdl, delta, tdelta, *heads.strides(o, do, to, to_low, tdo),
             *heads.folded[1:], tiles, heads.count, n_q, DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS,
         )  # fmt: skip
     return delta, tdelta

@@ -16,14 +16,19 @@ class AttentionSpec:
 
     Attributes:
         scale: factor c of the scores ``c · QKᵀ``.
-        causal: row ``i`` sees the keys ``0 … i`` (top-left alignment, as in PyTorch).
+        causal: row ``i`` sees the keys ``0 … i`` (top-left alignment, as in PyTorch). Never together with row ranges.
         precision: how matrix products of float32 operands are evaluated: ``"ieee"`` (as accurate as float32
             arithmetic) or ``"tf32"`` (operands rounded to TF32's 11 bits). Other dtypes ignore it.
+        softcap: κ > 0 of the score map φ(x) = κ·tanh(x/κ), applied before any bias; ``None`` for φ(x) = x.
+        dropout: probability p, 0 ≤ p < 1, that an entry of the normalised matrix is dropped; the others are
+            multiplied by 1/(1 − p).
     """
 
     scale: float
     causal: bool
     precision: Precision = "ieee"
+    softcap: float | None = None
+    dropout: float = 0.0
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:

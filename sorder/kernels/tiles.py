@@ -1,4 +1,4 @@
-"""Device-side pieces that every attention kernel uses: addressing, tile loads and stores, products, tile ranges.
+"""Device-side pieces that every attention kernel uses: addressing, tile loads and stores, products.
 
 Conventions of all kernels in this folder. A *head* is one (N, d) problem; up to three leading dimensions are flattened
 into one head index ``z`` with separate strides, so no layout needs a copy. Matrices come with ``strides = (s0, s1, s2,
@@ -19,10 +19,13 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def program_head_and_tile(tiles):
-    """Splits the flat program index (grid axes x and y) into a head (int64) and a tile of that head."""
+def program_head_and_tile(heads):
+    """Splits the flat program index (grid axes x and y) into a head (int64) and a tile of that head.
+
+    The first tiles of all heads come first: where these are the heaviest, the last programs are the lightest.
+    """
     pid = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    return pid // tiles, (pid % tiles).to(tl.int32)
+    return pid % heads, (pid // heads).to(tl.int32)
 
 
 @triton.jit
@@ -72,13 +75,16 @@ def load_tile(
     COLS: tl.constexpr,
     CHECK: tl.constexpr,
     PRECISION: tl.constexpr,
+    sees=None,
 ):
     """Rows ``first …`` of a head as a (ROWS, COLS) operand.
 
-    Zeros beyond ``limit`` rows (if CHECK) and WIDTH columns.
+    Zeros beyond ``limit`` rows (if CHECK), beyond WIDTH columns, and in rows that do not see, whatever they hold.
     """
     pointers = tile_pointers(base, first, stride, ROWS, COLS)
-    if CHECK:
+    if sees is not None:
+        x = tl.load(pointers, mask=sees[:, None] & (tl.arange(0, COLS) < WIDTH)[None, :], other=0.0)
+    elif CHECK:
         x = tl.load(pointers, mask=tile_mask(first, limit, WIDTH, ROWS, COLS), other=0.0)
     elif WIDTH != COLS:
         x = tl.load(pointers, mask=(tl.arange(0, COLS) < WIDTH)[None, :], other=0.0)
@@ -96,9 +102,12 @@ def store_tile(base, value, first, stride, limit, WIDTH: tl.constexpr, ROWS: tl.
 
 
 @triton.jit
-def load_row_vector(base, first, limit, ROWS: tl.constexpr, CHECK: tl.constexpr):
+def load_row_vector(base, first, limit, ROWS: tl.constexpr, CHECK: tl.constexpr, sees=None):
+    """Float32 numbers of rows ``first …``: zeros beyond the end (if CHECK) and in rows that do not see."""
     rows = first + tl.arange(0, ROWS)
     x = tl.load(base + rows, mask=rows < limit, other=0.0) if CHECK else tl.load(base + rows)
+    if sees is not None:
+        x = tl.where(sees, x, 0.0)
     return x.to(tl.float32)
 
 
@@ -122,18 +131,6 @@ def load_lse(base, first, limit, ROWS: tl.constexpr, CHECK: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, scale, lse_high, lse_low, EXACT: tl.constexpr):
-    """P = exp(scale·s − L).
-
-    EXACT (float32 inputs) keeps the exponent's rounding relative to the exponent, not to the score.
-    """
-    if EXACT:
-        return tl.exp((s * scale - lse_high) - lse_low)
-    else:
-        return tl.exp2(s * (scale * LOG2E) - lse_high)
-
-
-@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a·b`` accumulated in float32; ``acc`` may be ``None``.
 
@@ -151,37 +148,3 @@ def dot_pair(a, b, c, d, PRECISION: tl.constexpr):
         return dot(a, tl.trans(b), None, PRECISION)
     else:
         return dot(c, tl.trans(d), dot(a, tl.trans(b), None, PRECISION), PRECISION)
-
-
-@triton.jit
-def visible(row0, col0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(ROWS, COLS) mask of the score tile at (row0, col0): inside the keys and, if causal, not above the diagonal."""
-    cols = col0 + tl.arange(0, COLS)
-    mask = (cols < n_k)[None, :]
-    if CAUSAL:
-        mask = mask & ((row0 + tl.arange(0, ROWS))[:, None] >= cols[None, :])
-    return mask
-
-
-@triton.jit
-def column_range(row0, n_k, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(full, end) of a sweep of rows row0 …: key tiles below ``full`` need no mask, from there to ``end`` they do."""
-    if CAUSAL:
-        full = tl.minimum(row0 + 1, n_k) // COLS * COLS
-        end = tl.minimum(row0 + ROWS, n_k)
-    else:
-        full = n_k // COLS * COLS
-        end = n_k
-    return full, end
-
-
-@triton.jit
-def row_range(col0, n_q, ROWS: tl.constexpr, COLS: tl.constexpr, CAUSAL: tl.constexpr):
-    """(start, full) of a sweep of keys col0 …: tiles from ``start`` to ``full`` cross the diagonal, no later ones."""
-    if CAUSAL:
-        start = col0 // ROWS * ROWS
-        full = tl.minimum((col0 + COLS + ROWS - 2) // ROWS * ROWS, (n_q + ROWS - 1) // ROWS * ROWS)
-    else:
-        start = 0
-        full = 0
-    return start, full

@@ -46,12 +46,12 @@ class Batch:
 
         One closure's graph is kept for the next sweep; of several, one at a time exists, and each runs again.
         """
-        count = len(self.point._closures)
+        count = self.point.closures
         for number in range(count):
             capture, vectors = self._kept or self._run(number)
             if count == 1:
                 self._kept = capture, vectors
-            with torch.enable_grad(), self.point._derivatives():
+            with torch.enable_grad(), self.point.derivatives():
                 capture.sweep(vectors(), visitor.visit, visitor.visit_other)  # type: ignore[attr-defined]
             self.used |= capture.used
             for index, names in capture.others.items():
@@ -59,7 +59,7 @@ class Batch:
 
     def _run(self, number: int) -> tuple[Capture, Callable[[], Vectors]]:
         with Capture(self.point.params, self.registry) as capture, LossWatch() as watch:
-            root = self.point._rerun(number).root
+            root = self.point.rerun(number).root
         losses = watch.find(root)
         if losses is None or not losses.exact or not all(closed_form(call) for call, _ in losses.terms):
             raise ValueError(

@@ -30,6 +30,7 @@ class Options:
     inverse: str = "cholesky"
     decay: float = 0.95
     max_size: int = 8192
+    least_damping: float = 0.0
     factor_dtype: torch.dtype | None = None
     inverse_dtype: torch.dtype | None = None
     seed: int = 0
@@ -136,6 +137,27 @@ def inverted(factors: Factors, options: Options, damping: float) -> Factors:
         terms = [tuple(t.to(_factorisation_dtype(t, options)) for t in pair) for pair in terms]  # type: ignore[misc]
         made.append(_inverse(terms, block.kind, options, damping))
     return _replaced(factors, inverse=tuple(made), scales=tuple(None for _ in made))
+
+
+def factor_damping(factors: Factors, options: Options, damping: float) -> float:
+    """λ of the factors: ``damping``, but no less than ``options.least_damping`` times the mean eigenvalue of K."""
+    return max(damping, options.least_damping * mean_eigenvalue(factors)) if options.least_damping else damping
+
+
+def mean_eigenvalue(factors: Factors) -> float:
+    """Trace of K over the number of entries that it covers."""
+    traces, count = [], 0
+    for number in range(len(factors.blocks)):
+        terms = factors.terms(number)
+        for left, right in terms:
+            means = inverses.mean_eigenvalue(left) * inverses.mean_eigenvalue(right)
+            traces.append(means.sum() * left.shape[-1] * right.shape[-1])
+        if terms:
+            count += left.shape[0] * left.shape[-1] * right.shape[-1]
+    for entry in (factors.diagonals or {}).values():
+        traces.append(corrected(entry, "diagonal").sum())
+        count += entry["diagonal"].numel()
+    return sum(float(t) for t in traces) / max(1, count)
 
 
 def solve(factors: Factors, v: Vector, damping: float) -> list[Tensor]:

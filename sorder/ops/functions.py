@@ -3,9 +3,13 @@
     F --jvp--> J      F --backward--> B      B --jvp--> T      B --backward--> J, T      J --backward--> B, T
     T is linear in its tangents: with respect to them its jvp and backward are T and J again.
 
-B's rules treat O and L as caches of (Q, K, V): the total derivative is in T, so no gradient flows to them. Absent
+B's rules treat O and L as caches of (Q, K, V, bias): the total derivative is in T, so no gradient flows to them. Absent
 tangents and cotangents stay ``None`` all the way down, and their products are skipped. Every kernel launch inside a
-rule goes through a Function's ``apply``, so that nested transforms never hand a kernel a wrapped tensor.
+rule goes through a Function's ``apply``, so that nested transforms never hand a kernel a wrapped tensor. The tensors
+of a Visibility are constants: one tuple, which autograd does not look into, or ``None``.
+
+T needs the row sums of dO∘Ȯ more accurately than 16 bits of Ȯ give them. So J has a third output, what rounding Ȯ lost,
+and forward AD carries it from F to B as the tangent of a third output of F, ``low``, which holds nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps
+from sorder.ops.batching import batched, legacy_rule
 
 Optional = torch.Tensor | None
 
@@ -32,16 +36,21 @@ _FORWARD_OVER_FORWARD = (
     "torch.func.jvp(torch.func.grad(f), (x,), (v,))."
 )
 
+_TRACED = (
+    "a traced graph with sorder's attention cannot be differentiated by torch.func; differentiate the function that it "
+    "was traced from, or use torch.autograd"
+)
+
 
 def _wanted(ctx: Any) -> str:
-    """The letters of q, k, v whose gradient the running backward pass uses: fewer than those that require one.
+    """The letters of q, k, v, bias whose gradient the running backward pass uses: fewer than those that require one.
 
     A Gauss–Newton product by double backward, say, asks B for the gradient of dO alone, which J gives without T.
     """
     nodes = (node for node, _ in ctx.next_functions)
     return "".join(
         c
-        for c, need, node in zip("qkv", ctx.needs_input_grad, nodes, strict=False)
+        for c, need, node in zip("qkvb", ctx.needs_input_grad, nodes, strict=False)
         # To ask for a leaf may raise, which takes as long as a short kernel; leaves are hardly ever left out.
         if need and (node.name() == _LEAF or _runs(node))
     )
@@ -60,38 +69,62 @@ def apply(function: type[Function], *args: Any) -> Any:
     return function.apply(*args) if nested or torch.is_grad_enabled() else function.forward(*args)
 
 
+def attend(*args: Any) -> Any:
+    """F's (o, lse) at (q, k, v, bias, vis, spec). A compiler sees the operator, which it does not enter."""
+    if not torch.compiler.is_compiling():
+        return apply(Attention, *args)[:2]
+    if torch._C._are_functorch_transforms_active():
+        return _eagerly(*args)
+    return torch.ops.sorder.attention_forward(*maps.flat(args[:4], *args[4:]))
+
+
+@torch._disable_dynamo
+def _eagerly(*args: Any) -> Any:
+    """Under torch.func, compiled operators would lose their second derivatives: a graph break."""
+    return apply(Attention, *args)[:2]
+
+
 def _mapped(function: type[Function], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
-    out = apply(function, *maps.moved_to_front(info.batch_size, in_dims, args))
+    out = batched(lambda *a: apply(function, *a), info.batch_size, in_dims, args, loop=args[-1].dropout > 0)
     return out, tuple(None if x is None else 0 for x in out)
 
 
+def _caches(ctx: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(q, k, v, bias, vis, o, lse, …) of the saved tensors."""
+    return *saved[:4], ctx.vis, *saved[4:]
+
+
 class Attention(Function):
-    """F: (q, k, v, spec) → (o, lse)."""
+    """F: (q, k, v, bias, vis, spec) → (o, lse, low or None)."""
 
     @staticmethod
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Any:
-        return maps.forward(q, k, v, spec)
+    def forward(*args: Any) -> Any:
+        o, lse = maps.forward(*args)
+        carries = forward_ad._current_level >= 0 and o.dtype.itemsize == 2
+        return o, lse, torch.empty_like(o) if carries else None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *qkv, ctx.spec = inputs
+        q, k, v, bias, ctx.vis, ctx.spec = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*qkv, *output)
-        ctx.save_for_forward(*qkv, *output)
+        ctx.save_for_backward(q, k, v, bias, *output)
+        ctx.save_for_forward(q, k, v, bias, *output)
 
     @staticmethod
-    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:
+    def backward(ctx: Any, do: Optional, dl: Optional, _: None) -> Any:
         if do is None and dl is None:
-            return None, None, None, None
-        grads = apply(AttentionBackward, *ctx.saved_tensors, do, dl, _wanted(ctx), ctx.spec)
-        return *grads, None
+            return (None,) * 6
+        grads = apply(AttentionBackward, *_caches(ctx, ctx.saved_tensors), do, dl, _wanted(ctx), ctx.spec)
+        return *grads, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tq: Optional, tk: Optional, tv: Optional, _: None) -> Any:
-        for name, x, t in zip(("query", "key", "value"), ctx.saved_tensors, (tq, tk, tv), strict=False):
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        names = ("query", "key", "value", "attn_mask")
+        for name, x, t in zip(names, ctx.saved_tensors, tangents, strict=False):
             if t is not None and t.dtype != x.dtype:
                 raise TypeError(f"the tangent of {name} must have its dtype {x.dtype}, got {t.dtype}")
-        return apply(AttentionTangent, *ctx.saved_tensors, tq, tk, tv, ctx.spec)
+        to, tl, to_low = apply(AttentionTangent, *_caches(ctx, ctx.saved_tensors[:6]), *tangents[:4], ctx.spec)
+        return to, tl, None if ctx.saved_tensors[6] is None else to_low
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -99,7 +132,7 @@ class Attention(Function):
 
 
 class AttentionTangent(Function):
-    """J: (q, k, v, o, lse, q̇, k̇, v̇, spec) → (ȯ, l̇)."""
+    """J: (q, k, v, bias, vis, o, lse, q̇, k̇, v̇, biaṡ, spec) → (ȯ, l̇, what rounding ȯ lost or None)."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -107,28 +140,28 @@ class AttentionTangent(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.spec = inputs
+        *inputs4, ctx.vis = inputs[:5]
+        ctx.spec = inputs[-1]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *output)
-        ctx.save_for_forward(*tensors)
+        ctx.save_for_backward(*inputs4, *inputs[5:11], *output)
+        ctx.save_for_forward(*inputs4, *inputs[5:7])
 
     @staticmethod
-    def backward(ctx: Any, do: Optional, dl: Optional) -> Any:
+    def backward(ctx: Any, do: Optional, dl: Optional, _: None) -> Any:
         if do is None and dl is None:
-            return (None,) * 9
-        *caches, tq, tk, tv, to, tl = ctx.saved_tensors
-        tangents_wanted = "".join(c for c, need in zip("qkv", ctx.needs_input_grad[5:8], strict=True) if need)
-        of_tangents = apply(AttentionBackward, *caches, do, dl, tangents_wanted, ctx.spec)
-        of_primals = apply(
-            AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, None, None, _wanted(ctx), ctx.spec
-        )
-        return *of_primals, None, None, *of_tangents, None
+            return (None,) * 12
+        saved = ctx.saved_tensors
+        caches = _caches(ctx, saved[:6])
+        tangents_wanted = "".join(c for c, need in zip("qkvb", ctx.needs_input_grad[7:11], strict=True) if need)
+        of_tangents = apply(AttentionBackward, *caches, None, do, dl, tangents_wanted, ctx.spec)
+        of_primals = apply(AttentionBackwardTangent, *caches, do, dl, *saved[6:], None, None, _wanted(ctx), ctx.spec)
+        return *of_primals, None, None, None, *of_tangents, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        if any(t is not None for t in tangents[:3]):
+        if any(t is not None for t in tangents[:4]):
             raise NotImplementedError(_FORWARD_OVER_FORWARD)
-        return apply(AttentionTangent, *ctx.saved_tensors[:5], *tangents[5:8], ctx.spec)
+        return apply(AttentionTangent, *_caches(ctx, ctx.saved_tensors[:6]), *tangents[7:11], ctx.spec)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -136,45 +169,35 @@ class AttentionTangent(Function):
 
 
 class AttentionBackward(Function):
-    """B: (q, k, v, o, lse, do, dl, wanted, spec) → (dq, dk, dv)."""
+    """B: (q, k, v, bias, vis, o, lse, low, do, dl, wanted, spec) → (dq, dk, dv, dbias)."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        return maps.backward(*args)
+        return maps.backward(*args[:7], *args[8:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.wanted, ctx.spec = inputs
+        *first, ctx.vis, o, lse, _, do, dl, ctx.wanted, ctx.spec = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
-        ctx.save_for_forward(*tensors)
+        ctx.save_for_backward(*first, o, lse, do, dl)
+        ctx.save_for_forward(*first, o, lse, do, dl)
 
     @staticmethod
-    def backward(ctx: Any, tq: Optional, tk: Optional, tv: Optional) -> Any:
-        if tq is None and tk is None and tv is None:
-            return (None,) * 9
-        *caches, do, dl = ctx.saved_tensors
-        to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
+    def backward(ctx: Any, *tangents: Optional) -> Any:
+        if all(t is None for t in tangents):
+            return (None,) * 12
+        *saved, do, dl = ctx.saved_tensors
+        caches = _caches(ctx, tuple(saved))
+        to, tl, to_low = apply(AttentionTangent, *caches, *tangents, ctx.spec)
         of_primals = apply(
-            AttentionBackwardTangent,
-            *caches,
-            do,
-            dl,
-            tq,
-            tk,
-            tv,
-            to,
-            tl,
-            None,
-            None,
-            _wanted(ctx),
-            ctx.spec,
+            AttentionBackwardTangent, *caches, do, dl, *tangents, to, tl, to_low, None, None, _wanted(ctx), ctx.spec
         )
-        return *of_primals, None, None, None if do is None else to, None if dl is None else tl, None, None
+        of_cotangents = (None if do is None else to, None if dl is None else tl)
+        return *of_primals, None, None, None, None, *of_cotangents, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _tangent_of_backward(ctx, *tangents[:7])
+        return _tangent_of_backward(ctx, *tangents[:4], *tangents[5:10])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -182,10 +205,10 @@ class AttentionBackward(Function):
 
 
 class AttentionBackwardTangent(Function):
-    """T: (q, k, v, o, lse, do, dl, q̇, k̇, v̇, ȯ, l̇, dȯ, dl̇, wanted, spec) → (dq̇, dk̇, dv̇).
+    """T: (q, k, v, bias, vis, o, lse, do, dl, q̇, k̇, v̇, biaṡ, ȯ, l̇, low, dȯ, dl̇, wanted, spec) → (dq̇, dk̇, dv̇, dbiaṡ).
 
-    T is linear in its tangents, and symmetric, so that the derivative of a product Hv with respect to v is T again.
-    What a derivative with respect to the first seven would be is third order.
+    ``low`` is what rounding ȯ lost, or ``None``. T is linear in its tangents, and symmetric, so that the derivative of
+    a product Hv with respect to v is T again. With respect to what comes before them it would be of third order.
     """
 
     @staticmethod
@@ -194,66 +217,91 @@ class AttentionBackwardTangent(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.wanted, ctx.spec = inputs
+        *first, ctx.vis, o, lse, do, dl = inputs[:9]
+        ctx.wanted, ctx.spec = inputs[-2:]
         ctx.set_materialize_grads(False)
-        ctx.present = [i for i, x in enumerate(tensors) if x is not None]
-        ctx.save_for_backward(*tensors[:7])
-        ctx.save_for_forward(*tensors[:7])
+        ctx.present = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*first, o, lse, do, dl)
+        ctx.save_for_forward(*first, o, lse, do, dl)
 
     @staticmethod
-    def backward(ctx: Any, tq: Optional, tk: Optional, tv: Optional) -> Any:
-        gradients: list[Optional] = [None] * 16
-        if tq is None and tk is None and tv is None:
+    def backward(ctx: Any, *tangents: Optional) -> Any:
+        gradients: list[Optional] = [None] * 20
+        if all(t is None for t in tangents):
             return tuple(gradients)
         nodes = zip(ctx.present, ctx.next_functions, strict=True)
         needed = {i for i, (node, _) in nodes if ctx.needs_input_grad[i] and _runs(node)}
-        if any(i < 7 for i in needed):
+        if any(i < 9 for i in needed):
             raise NotImplementedError(_THIRD_ORDER)
-        *caches, do, dl = ctx.saved_tensors
-        to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
-        wanted = "".join(c for c, i in zip("qkv", (7, 8, 9), strict=True) if i in needed)
-        gradients[7:10] = apply(
-            AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, None, None, wanted, ctx.spec
+        *saved, do, dl = ctx.saved_tensors
+        caches = _caches(ctx, tuple(saved))
+        to, tl, to_low = apply(AttentionTangent, *caches, *tangents, ctx.spec)
+        wanted = "".join(c for c, i in zip("qkvb", range(9, 13), strict=True) if i in needed)
+        gradients[9:13] = apply(
+            AttentionBackwardTangent, *caches, do, dl, *tangents, to, tl, to_low, None, None, wanted, ctx.spec
         )
-        gradients[12] = to if 12 in needed else None
-        gradients[13] = tl if 13 in needed else None
+        gradients[16] = to if 16 in needed else None
+        gradients[17] = tl if 17 in needed else None
         return tuple(gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        if any(t is not None for t in tangents[:7]):
+        if any(t is not None for t in tangents[:9]):
             raise NotImplementedError(_THIRD_ORDER)
-        return _tangent_of_backward(ctx, *tangents[7:14])
+        return _tangent_of_backward(ctx, *tangents[9:18])
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(AttentionBackwardTangent, info, in_dims, args)
 
 
-def _tangent_of_backward(
-    ctx: Any, tq: Optional, tk: Optional, tv: Optional, to: Optional, tl: Optional, tdo: Optional, tdl: Optional
-) -> Any:
-    """B's tangent at the saved (q, k, v, o, lse, do, dl)."""
-    *caches, do, dl = ctx.saved_tensors
-    if tq is None and tk is None and tv is None:  # B is linear in (dO, dL)
-        return apply(AttentionBackward, *caches, tdo, tdl, ctx.wanted, ctx.spec)
+def _tangent_of_backward(ctx: Any, *tangents: Optional) -> Any:
+    """B's tangent at the saved (q, k, v, bias, o, lse, do, dl).
+
+    In the order (q̇, k̇, v̇, biaṡ, ȯ, l̇, low, dȯ, dl̇), as T takes them.
+    """
+    *inputs, to, tl, to_low, tdo, tdl = tangents
+    *saved, do, dl = ctx.saved_tensors
+    caches = _caches(ctx, tuple(saved))
+    if all(t is None for t in inputs):  # B is linear in (dO, dL)
+        return apply(AttentionBackward, *caches, None, tdo, tdl, ctx.wanted, ctx.spec)
     if to is None or tl is None:  # the caches' tangents did not come along
-        to, tl = apply(AttentionTangent, *caches, tq, tk, tv, ctx.spec)
-    return apply(AttentionBackwardTangent, *caches, do, dl, tq, tk, tv, to, tl, tdo, tdl, ctx.wanted, ctx.spec)
+        to, tl, to_low = apply(AttentionTangent, *caches, *inputs, ctx.spec)
+    return apply(AttentionBackwardTangent, *caches, do, dl, *inputs, to, tl, to_low, tdo, tdl, ctx.wanted, ctx.spec)
+
+
+# The operators by themselves, as graph tracers (torch.export, linearize) record them: their autograd goes through the
+# Functions, their vmap is that of the maps. An operator's arguments are flat: four tensors, the five of a Visibility,
+# the map's own, and five of the spec.
 
 
 def _differentiable(function: type[Function], operator: Any) -> Any:
-    """The operator's autograd: calls that a graph tracer recorded (torch.export, linearize) go through the Function."""
-
     def call(*args: Any) -> Any:
-        *tensors, scale, causal, precision = args
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
-            outputs = function.apply(*tensors, AttentionSpec(scale, causal, precision))
-            return outputs if function in (Attention, AttentionTangent) else [x for x in outputs if x is not None]
+        recorded = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        if recorded or forward_ad._current_level >= 0:
+            if torch._C._are_functorch_transforms_active():
+                raise NotImplementedError(_TRACED)
+            inputs = maps.parsed(args)
+            if function is AttentionBackward:
+                inputs = (*inputs[:7], None, *inputs[7:])
+            outputs = function.apply(*inputs)
+            return outputs[:2] if function is Attention else [x for x in outputs if x is not None]
         with torch._C._AutoDispatchBelowAutograd():
             return operator(*args)
 
     return call
+
+
+def _drops(args: tuple[Any, ...]) -> bool:
+    return args[-2] > 0
+
+
+def _vmap_rule(operator: Any) -> Any:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        outputs = batched(operator, info.batch_size, in_dims, args, _drops(args))
+        return outputs, type(outputs)([0] * len(outputs))
+
+    return rule
 
 
 for _function, _name in (
@@ -264,3 +312,5 @@ for _function, _name in (
 ):
     _operator = getattr(torch.ops.sorder, f"attention_{_name}")
     maps.library.impl(f"attention_{_name}", _differentiable(_function, _operator), "Autograd")
+    torch.library.register_vmap(f"sorder::attention_{_name}", _vmap_rule(_operator), lib=maps.library)
+    maps.library.impl(f"attention_{_name}", legacy_rule(_operator, _drops), "Batched")

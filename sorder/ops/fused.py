@@ -10,14 +10,24 @@ import math
 import torch
 from torch.nn.attention import SDPBackend
 
+from sorder.kernels.mask import Visibility
 from sorder.kernels.spec import AttentionSpec
 
 _MAX_GRID = 65_535  # these kernels put batch and heads on grid axes y and z
 
 
-def backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> SDPBackend | None:
-    """The fused backend that takes this input forward and backward: cuDNN from Hopper on, else flash, else none."""
+def backend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, vis: Visibility, spec: AttentionSpec
+) -> SDPBackend | None:
+    """The fused backend that takes this input forward and backward: cuDNN from Hopper on, else flash, else none.
+
+    Dense and top-left causal attention with as many key heads as query heads; the rest runs on our own kernels.
+    """
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.dim() < 4 or q.numel() == 0:
+        return None
+    if bias is not None or spec.softcap is not None or q.shape[:-2] != k.shape[:-2]:
+        return None
+    if any(x is not None for x in vis):
         return None
     n_q, n_k, d = q.shape[-2], k.shape[-2], q.shape[-1]
     if d != v.shape[-1] or d % 8 or (spec.causal and n_q != n_k):

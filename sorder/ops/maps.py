@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from sorder.kernels import twin
-from sorder.kernels.spec import AttentionSpec, Precision
-from sorder.ops import fused
+from sorder.kernels.mask import NOTHING, Visibility
+from sorder.kernels.spec import AttentionSpec
+from sorder.ops import fused, layout
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LARGE = 4096**2
@@ -28,6 +29,7 @@ if HAS_TRITON:
     _KERNELS = {f.__name__: f for f in (_forward, _tangent, _backward, _backward_tangent)}
 
 Optional = torch.Tensor | None
+Quadruple = tuple[Optional, Optional, Optional, Optional]
 
 
 def kernels_serve(q: torch.Tensor) -> bool:
@@ -54,167 +56,144 @@ def _map(name: str, q: torch.Tensor, k: torch.Tensor) -> Callable[..., Any]:
     return getattr(twin, name)
 
 
-def _forward_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, precision: Precision
-) -> tuple[torch.Tensor, torch.Tensor]:
-    spec = AttentionSpec(scale, causal, precision)
-    kind = fused.backend(q, k, v, spec)
+# The operators' arguments, flat: (q, k, v, bias), the five tensors of a Visibility, then those of the map; the last
+# five are the spec's.
+
+
+def parsed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An operator's arguments as those of a map's implementation."""
+    *tensors, scale, causal, softcap, dropout, precision = args
+    spec = AttentionSpec(scale, causal, precision, softcap, dropout)
+    return *tensors[:4], Visibility(*tensors[4:9]), *tensors[9:], spec
+
+
+def _forward_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, bias, vis, spec = parsed(args)
+    kind = fused.backend(q, k, v, bias, vis, spec)
     if kind is not None:
-        return fused.forward(q, k, v, spec, kind)
-    return _map("forward", q, k)(q, k, v, spec)
+        o, lse = fused.forward(q, k, v, spec, kind)
+    else:
+        o, lse = _map("forward", q, k)(q, k, v, bias, vis, spec)
+    return layout.laid_out(o, q), lse.contiguous()
 
 
-def _tangent_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    tq: Optional, tk: Optional, tv: Optional, scale: float, causal: bool, precision: Precision,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    spec = AttentionSpec(scale, causal, precision)
-    return _map("tangent", q, k)(q, k, v, o, lse, tq, tk, tv, spec)
+def _tangent_op(*args: Any) -> list[torch.Tensor]:
+    to, tl, low = _map("tangent", args[0], args[1])(*parsed(args))
+    to, tl = layout.laid_out(to, args[0]), tl.contiguous()
+    return [to, tl] if low is None else [to, tl, layout.laid_out(low, args[0])]
 
 
-def _backward_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    do: Optional, dl: Optional, wanted: str, scale: float, causal: bool, precision: Precision,
-) -> list[torch.Tensor]:  # fmt: skip
-    spec = AttentionSpec(scale, causal, precision)
-    kind = fused.backend(q, k, v, spec) if dl is None else None
+def _backward_op(*args: Any) -> list[torch.Tensor]:
+    q, k, v, bias, vis, o, lse, do, dl, wanted, spec = parsed(args)
+    kind = fused.backend(q, k, v, bias, vis, spec) if dl is None else None
     if kind is not None and do is not None:
         grads = fused.backward(q, k, v, o, lse, do, spec, kind)
-        return [g for name, g in zip("qkv", grads, strict=True) if name in wanted]
-    return [g for g in _map("backward", q, k)(q, k, v, o, lse, do, dl, wanted, spec) if g is not None]
+        outputs = tuple(g if name in wanted else None for name, g in zip("qkv", grads, strict=True))
+    else:
+        outputs = _map("backward", q, k)(q, k, v, bias, vis, o, lse, do, dl, wanted, spec)
+    return layout.gradients(outputs, args)
 
 
-def _backward_tangent_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    do: Optional, dl: Optional, tq: Optional, tk: Optional, tv: Optional,
-    to: Optional, tl: Optional, tdo: Optional, tdl: Optional,
-    wanted: str, scale: float, causal: bool, precision: Precision,
-) -> list[torch.Tensor]:  # fmt: skip
-    spec = AttentionSpec(scale, causal, precision)
-    run = _map("backward_tangent", q, k)
-    outputs = run(q, k, v, o, lse, do, dl, tq, tk, tv, to, tl, tdo, tdl, wanted, spec)
-    return [x for x in outputs if x is not None]
+def _backward_tangent_op(*args: Any) -> list[torch.Tensor]:
+    return layout.gradients(_map("backward_tangent", args[0], args[1])(*parsed(args)), args)
 
 
 # Library operators, so that graph tracers (torch.func.linearize, make_fx) see one opaque call and not what a kernel
 # launch leaves out. They return only the outputs that exist.
-_CACHES = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
-_SPEC = "float scale, bool causal, str precision"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, "
+    "Tensor? start, Tensor? stop, Tensor? shown, Tensor? slopes, Tensor? seed"
+)
+_CACHES = f"{_INPUTS}, Tensor o, Tensor lse"
+_TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tbias"
+_SPEC = "float scale, bool causal, float? softcap, float dropout, str precision"
 library = torch.library.Library("sorder", "DEF")
-for _signature, _implementation in {
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_SPEC}) -> (Tensor, Tensor)": _forward_op,
-    f"attention_tangent({_CACHES}, Tensor? tq, Tensor? tk, Tensor? tv, {_SPEC}) -> (Tensor, Tensor)": _tangent_op,
-    f"attention_backward({_CACHES}, Tensor? do, Tensor? dl, str wanted, {_SPEC}) -> Tensor[]": _backward_op,
-    f"attention_backward_tangent({_CACHES}, Tensor? do, Tensor? dl, Tensor? tq, Tensor? tk, Tensor? tv, "
-    f"Tensor? to, Tensor? tl, Tensor? tdo, Tensor? tdl, str wanted, {_SPEC}) -> Tensor[]": _backward_tangent_op,
-}.items():
+for _signature, _implementation, _fake in (
+    (f"attention_forward({_INPUTS}, {_SPEC}) -> (Tensor, Tensor)", _forward_op, layout.fake_forward),
+    (f"attention_tangent({_CACHES}, {_TANGENTS}, {_SPEC}) -> Tensor[]", _tangent_op, layout.fake_tangent),
+    (
+        f"attention_backward({_CACHES}, Tensor? do, Tensor? dl, str wanted, {_SPEC}) -> Tensor[]",
+        _backward_op,
+        layout.fake_backward,
+    ),
+    (
+        f"attention_backward_tangent({_CACHES}, Tensor? do, Tensor? dl, {_TANGENTS}, "
+        f"Tensor? to, Tensor? tl, Tensor? to_low, Tensor? tdo, Tensor? tdl, str wanted, {_SPEC}) -> Tensor[]",
+        _backward_tangent_op,
+        layout.fake_backward,
+    ),
+):
+    _name = _signature.split("(")[0]
     library.define(_signature)
-    library.impl(_signature.split("(")[0], _implementation, "CompositeExplicitAutograd")
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sorder::{_name}", _fake, lib=library)
 
 
-def moved_to_front(size: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> list[Any]:
-    """vmap's mapped axis as one more leading dimension; what is not mapped is expanded without a copy."""
-
-    def move(x: Any, dim: int | None) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-    return [move(x, dim) for x, dim in zip(args, in_dims, strict=True)]
-
-
-def _vmap_rule(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """For graphs of the operators themselves, such as ``torch.func.linearize`` makes."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        outputs = operator(*moved_to_front(info.batch_size, in_dims, args))
-        return outputs, type(outputs)([0] * len(outputs))
-
-    return rule
-
-
-for _name in ("forward", "tangent", "backward", "backward_tangent"):
-    _operator = getattr(torch.ops.sorder, f"attention_{_name}")
-    torch.library.register_vmap(f"sorder::attention_{_name}", _vmap_rule(_operator), lib=library)
+def flat(tensors: tuple[Any, ...], vis: Visibility | None, *rest: Any) -> tuple[Any, ...]:
+    """An operator's arguments: the opposite of :func:`parsed`."""
+    *rest, spec = rest  # type: ignore[assignment]
+    constants = (spec.scale, spec.causal, spec.softcap, spec.dropout, spec.precision)
+    return *tensors, *(vis or NOTHING), *rest, *constants
 
 
 def _call(operator: Callable[..., Any], *args: Any) -> Any:
     """The operator below autograd: its callers are the Functions that differentiate it."""
     with torch._C._AutoDispatchBelowAutograd():
-        return operator(*args)
+        return operator(*flat(*args))
 
 
-def _spread(outputs: list[torch.Tensor], present: str) -> tuple[Optional, Optional, Optional]:
-    """(q, k, v) with ``None`` for the letters that are not present."""
+def _spread(outputs: list[torch.Tensor], present: str) -> Quadruple:
+    """(q, k, v, bias) with ``None`` for the letters that are not present."""
     remaining = iter(outputs)
-    return tuple(next(remaining) if name in present else None for name in "qkv")  # type: ignore[return-value]
+    return tuple(next(remaining) if name in present else None for name in "qkvb")  # type: ignore[return-value]
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """F: output (..., Nq, dv) and log-sum-exp (..., Nq), float32 or float64."""
-    return _call(torch.ops.sorder.attention_forward, q, k, v, spec.scale, spec.causal, spec.precision)
+    return _call(torch.ops.sorder.attention_forward, (q, k, v, bias), vis, spec)
 
 
 def tangent(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    tq: Optional, tk: Optional, tv: Optional, spec: AttentionSpec,
-) -> tuple[Optional, Optional]:  # fmt: skip
-    """J: tangents of F's outputs; ``None`` where no input moves."""
-    if tq is None and tk is None and tv is None:
-        return None, None
-    return _call(
-        torch.ops.sorder.attention_tangent, q, k, v, o, lse, tq, tk, tv, spec.scale, spec.causal, spec.precision
-    )
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
+    o: torch.Tensor, lse: torch.Tensor, tq: Optional, tk: Optional, tv: Optional, tbias: Optional, spec: AttentionSpec,
+) -> tuple[Optional, Optional, Optional]:  # fmt: skip
+    """J: tangents of F's outputs, and what rounding Ȯ to 16 bits lost; ``None`` where no input moves."""
+    if tq is None and tk is None and tv is None and tbias is None:
+        return None, None, None
+    outputs = _call(torch.ops.sorder.attention_tangent, (q, k, v, bias), vis, o, lse, tq, tk, tv, tbias, spec)
+    return outputs[0], outputs[1], outputs[2] if len(outputs) == 3 else None
 
 
 def backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    do: Optional, dl: Optional, wanted: str, spec: AttentionSpec,
-) -> tuple[Optional, Optional, Optional]:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
+    o: torch.Tensor, lse: torch.Tensor, do: Optional, dl: Optional, wanted: str, spec: AttentionSpec,
+) -> Quadruple:  # fmt: skip
     """B: cotangents of F's inputs named in ``wanted``; ``None`` for the others and for those that are zero."""
     if do is None:
         wanted = wanted.replace("v", "")
     if not wanted or (do is None and dl is None):
-        return None, None, None
-    outputs = _call(
-        torch.ops.sorder.attention_backward, q, k, v, o, lse, do, dl, wanted, spec.scale, spec.causal, spec.precision
-    )
+        return None, None, None, None
+    outputs = _call(torch.ops.sorder.attention_backward, (q, k, v, bias), vis, o, lse, do, dl, wanted, spec)
     return _spread(outputs, wanted)
 
 
 def backward_tangent(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    do: Optional, dl: Optional, tq: Optional, tk: Optional, tv: Optional,
-    to: Optional, tl: Optional, tdo: Optional, tdl: Optional, wanted: str, spec: AttentionSpec,
-) -> tuple[Optional, Optional, Optional]:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
+    o: torch.Tensor, lse: torch.Tensor, do: Optional, dl: Optional,
+    tq: Optional, tk: Optional, tv: Optional, tbias: Optional,
+    to: Optional, tl: Optional, to_low: Optional, tdo: Optional, tdl: Optional, wanted: str, spec: AttentionSpec,
+) -> Quadruple:  # fmt: skip
     """T: tangents of B's outputs named in ``wanted``; ``None`` for the others and for those that are zero."""
-    moves_p = tq is not None or tk is not None
+    moves_p = tq is not None or tk is not None or tbias is not None
     if tdo is None and (not moves_p or do is None):
         wanted = wanted.replace("v", "")
     moves = moves_p or tdo is not None or tdl is not None or (tv is not None and do is not None)
     if not wanted or not moves:
-        return None, None, None
+        return None, None, None, None
     outputs = _call(
-        torch.ops.sorder.attention_backward_tangent,
-        q,
-        k,
-        v,
-        o,
-        lse,
-        do,
-        dl,
-        tq,
-        tk,
-        tv,
-        to,
-        tl,
-        tdo,
-        tdl,
-        wanted,
-        spec.scale,
-        spec.causal,
-        spec.precision,
-    )
+        torch.ops.sorder.attention_backward_tangent, (q, k, v, bias), vis, o, lse, do, dl,
+        tq, tk, tv, tbias, to, tl, to_low, tdo, tdl, wanted, spec,
+    )  # fmt: skip
     return _spread(outputs, wanted)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sorder.linalg.pytree import wide_dtype
+from sorder.optim import diagonal_update
 from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common, check_range
+from sorder.optim.diagonal_update import Rule, square_norm
 
 BLOCK_AVERAGES = ("signed", "absolute")
 
@@ -50,7 +52,7 @@ def spatial_average(diagonal: Tensor, block_size: int) -> Tensor:
     return diagonal
 
 
-class AdaHessian(DiagonalOptimizer):
+class AdaHessian(DiagonalOptimizer[AdaHessianStep]):
     r"""AdaHessian (Yao et al., *ADAHESSIAN: An adaptive second order optimizer for machine learning*, 2020).
 
     With g the gradient and D = z∘Bz, B the Hessian and z random, averaged over blocks (:func:`spatial_average`), after
@@ -67,11 +69,8 @@ class AdaHessian(DiagonalOptimizer):
     the rows, and the one in ``instruction`` by default takes whole rows: ``block_size`` of a row's length.
     torch-optimizer's ``hessian_power`` is 0.5 by default, the authors' and ours 1.
 
-    **Speed.** A step is a dozen foreach operations, on a GPU too; with estimates at every step it is small beside the
-    Hessian–vector product.
-
     It is called as :class:`sorder.optim.SophiaH` is; with ``update_interval`` 1 (the default) every step needs a
-    closure. A step is a transaction in the same way.
+    closure. A step is a transaction in the same way, and on a GPU the same kernels take it.
 
     Args:
         params, probes, distribution, estimator, seed, maximize, state_dtype, attention, process_group: see
@@ -97,6 +96,7 @@ class AdaHessian(DiagonalOptimizer):
         tensor(True)
     """
 
+    KEY = "adahessian"
     CURVATURE = "exp_hessian_diag_sq"
 
     def __init__(
@@ -120,26 +120,7 @@ class AdaHessian(DiagonalOptimizer):
         attention: str | None = "exact",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "hessian_power": hessian_power,
-            "block_size": block_size,
-            "block_average": block_average,
-            "update_interval": update_interval,
-            "probes": probes,
-            "distribution": distribution,
-            "estimator": estimator,
-            "seed": seed,
-            "maximize": maximize,
-            "state_dtype": state_dtype,
-            "attention": attention,
-        }
-        self._taken: list[tuple[list[Tensor], dict[str, Any]]] = []
-        self._last_step: AdaHessianStep | None = None
-        super().__init__(params, defaults, process_group)
+        super().__init__(params, locals(), process_group)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_common(options)
@@ -149,68 +130,33 @@ class AdaHessian(DiagonalOptimizer):
         if options["block_average"] not in BLOCK_AVERAGES:
             raise ValueError(f"block_average must be 'signed' or 'absolute', got {options['block_average']!r}")
 
-    @property
-    def last_step(self) -> AdaHessianStep | None:
-        """:class:`AdaHessianStep` of the last step, or None. Computed when it is asked for."""
-        if self._last_step is None and self._taken:
-            curvature = update = 0.0
-            for params, options in self._taken:
-                u, root = self._direction(params, options)
-                curvature += _square(root)
-                update += options["lr"] ** 2 * _square(u)
-            self._last_step = AdaHessianStep(self._number, self._updated, math.sqrt(curvature), math.sqrt(update))
-        return self._last_step
+    def _average(self, group: dict[str, Any], h: list[Tensor], estimates: list[Tensor]) -> None:
+        signed, beta2 = group["block_average"] == "signed", group["betas"][1]
+        blocks = [spatial_average(e if signed else e.abs(), group["block_size"]) for e in estimates]
+        blocks = [e.to(t.dtype) for e, t in zip(blocks, h, strict=True)]
+        torch._foreach_mul_(h, beta2)
+        torch._foreach_addcmul_(h, blocks, blocks, value=1.0 - beta2)
 
-    def _finish(self, *args: Any, **kwargs: Any) -> None:
-        self._taken, self._last_step = [], None
-        super()._finish(*args, **kwargs)
+    def _counts(self, state: Mapping[str, Any], updated: bool) -> dict[str, int]:
+        # Of each parameter: one may have joined later, and v counts updates, not steps.
+        return {"steps": state.get("steps", 0) + 1, "updates": state.get("updates", 0) + updated}
 
-    def _apply(
-        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], estimates: list[Tensor] | None
-    ) -> None:
-        (beta1, beta2) = group["betas"]
-        options = {"lr": float(group["lr"])} | {n: group[n] for n in ("betas", "eps", "hessian_power")}
-        for p in params:
-            state = self.state[p]
-            for name in ("exp_avg", self.CURVATURE):
-                if name not in state:
-                    state[name] = torch.zeros_like(p, dtype=group["state_dtype"] or p.dtype)
-            # Of each parameter: one may have joined later, and v counts updates, not steps.
-            state["steps"] = state.get("steps", 0) + 1
-            state["updates"] = state.get("updates", 0) + (estimates is not None)
-        m, v = ([self.state[p][name] for p in params] for name in ("exp_avg", self.CURVATURE))
-        torch._foreach_lerp_(m, [g.to(t.dtype) for g, t in zip(gradients, m, strict=True)], 1.0 - beta1)
-        if estimates is not None:
-            signed = group["block_average"] == "signed"
-            d = [spatial_average(e if signed else e.abs(), group["block_size"]) for e in estimates]
-            d = [e.to(t.dtype) for e, t in zip(d, v, strict=True)]
-            torch._foreach_mul_(v, beta2)
-            torch._foreach_addcmul_(v, d, d, value=1.0 - beta2)
-        u, _ = self._direction(params, options)
-        if options["lr"] * group["weight_decay"]:
-            torch._foreach_mul_(params, 1.0 - options["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, u, alpha=-options["lr"])
-        self._taken.append((params, options))
+    def _rule(self, group: Mapping[str, Any], counts: Mapping[str, int]) -> Rule:
+        (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
+        return Rule(
+            lr / (1.0 - beta1 ** counts["steps"]),
+            1.0 - lr * float(group["weight_decay"]),
+            1.0 - beta1,
+            1.0 / math.sqrt(1.0 - beta2 ** counts["updates"]),
+            float(group["eps"]),
+            float(group["hessian_power"]),
+        )
 
-    def _direction(self, params: list[Tensor], options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """m̂ / (v̂^(k/2) + ε), and v̂^½."""
-        (beta1, beta2), states = options["betas"], [self.state[p] for p in params]
-        root = list(torch._foreach_sqrt([state[self.CURVATURE] for state in states]))
-        torch._foreach_div_(root, [math.sqrt(1.0 - beta2 ** state["updates"]) for state in states])
-        power = options["hessian_power"]
-        below = list(torch._foreach_add(root if power == 1.0 else torch._foreach_pow(root, power), options["eps"]))
-        u = list(torch._foreach_div([state["exp_avg"] for state in states], below))
-        torch._foreach_div_(u, [1.0 - beta1 ** state["steps"] for state in states])
-        return u, root
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; the optimizer then continues as the one that saved it, options included."""
-        super().load_state_dict(state_dict)
-        self._taken, self._last_step = [], None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_taken": self._taken, "_last_step": self._last_step}
-
-
-def _square(tensors: list[Tensor]) -> float:
-    return sum(float(n) ** 2 for n in torch._foreach_norm([t.to(wide_dtype(t.dtype)) for t in tensors]))
+    def _record(self, taken: list[tuple[list[Tensor], Rule]]) -> AdaHessianStep:
+        curvature = update = 0.0
+        for params, rule in taken:
+            averages, v = self._averages(params)
+            m = [a.to(wide_dtype(b.dtype)) for a, b in zip(averages, v, strict=True)]
+            curvature += rule.scale**2 * float(sum(t.sum(dtype=wide_dtype(t.dtype)) for t in v))
+            update += rule.lr**2 * float(square_norm(diagonal_update.directions(m, v, rule)))
+        return AdaHessianStep(self._number, self._updated, math.sqrt(curvature), math.sqrt(update))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,35 +15,44 @@ from torch.optim import Optimizer
 from sorder.curvature import CurvaturePoint, diagonal
 from sorder.curvature.point import gradients_kept
 from sorder.linalg.pytree import wide_dtype
+from sorder.optim import diagonal_update, fused_step
 from sorder.optim.attention_routing import routed_attention
+from sorder.optim.diagonal_update import Rule
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
 from sorder.optim.validation import check_parameters, check_state_dict, not_nested
 
 Estimator = Callable[[diagonal.Product, Sequence[Tensor], torch.Generator], Sequence[Tensor]]
 ESTIMATORS = ("hutchinson", "bekas", "exact")
-# Key of the optimizer's own state, beside the parameters', in the state dict.
-GLOBAL = "diagonal_optimizer"
+Record = TypeVar("Record")
 
 
-class DiagonalOptimizer(Optimizer):
+class DiagonalOptimizer(Optimizer, Generic[Record]):
     """Base: when an estimate is due, where it and the gradient come from, and that a failure leaves no trace.
 
-    A subclass sets ``KIND``, the curvature of its estimates (None where they come from gradients alone), and writes
-    ``_estimate(point, params, number, reduction)`` and ``_apply(group, params, gradients, estimates)``; the latter
-    changes parameters and state in place, ``estimates`` being None between updates. ``CURVATURE`` is the name of the
-    running estimate in a parameter's state.
+    A subclass says what its rule is: ``_average``, how estimates enter the running mean; ``_rule``, the numbers of a
+    step; ``_record``, what a step did. Its attributes: ``KEY``, of the optimizer's own entry in its state, beside the
+    parameters', which tells whose state it is; ``CURVATURE``, the name of the running mean in a parameter's state;
+    ``KIND``, the curvature of the estimates, None where they come from gradients alone.
     """
 
+    KEY: str
     KIND: str | None = "hessian"
     CURVATURE = "hessian"
 
-    def __init__(self, params: Any, defaults: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, params: Any, arguments: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
+        """``arguments``: the subclass's ``locals()``, whose options become the defaults."""
+        defaults = {k: v for k, v in arguments.items() if k not in ("self", "params", "process_group", "__class__")}
         self._check_options(defaults)
         self._pending: list[tuple[Tensor, Tensor]] | None = None
         self._updated = False
         self._process_group = process_group
+        # Of the last step: parameters and the rules that they followed, from which the record is made when asked for.
+        self._taken: list[tuple[list[Tensor], Rule]] = []
+        self._last_step: Record | None = None
+        self._fused: fused_step.FusedStep | None = None
         super().__init__(params, defaults)
+        self._count(0, updated=False)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_common(options)
@@ -70,6 +79,13 @@ class DiagonalOptimizer(Optimizer):
             if self.CURVATURE not in state and not (state.get("idle") and p.grad is None):
                 return True
         return False
+
+    @property
+    def last_step(self) -> Record | None:
+        """Record of the last step, or None. Computed when it is asked for, so that steps cost nothing."""
+        if self._last_step is None and self._taken:
+            self._last_step = self._record(self._taken)
+        return self._last_step
 
     @torch.no_grad()
     @not_nested
@@ -109,6 +125,8 @@ class DiagonalOptimizer(Optimizer):
                 a gradient or an estimate is not finite. RuntimeError: it was called inside a closure of its own.
                 Nothing has changed.
         """
+        if closure is None and self._pending is None and self._take_fused():
+            return None
         due = self.curvature_due
         params = self._params
         if not params:
@@ -118,9 +136,6 @@ class DiagonalOptimizer(Optimizer):
             raise TypeError(self._how_to_update())
         if closure is None and (not due or self._pending is not None):
             # Nothing of the caller's runs, so that there is nothing to guard, and no copy of the parameters is made.
-            if self._pending is None and self._fused_step():
-                self._count(updated=False)
-                return None
             gradients = [p.grad for p in params]
             check_finite(gradients, "gradient")
             self._finish(params, gradients, self._pending)
@@ -147,7 +162,7 @@ class DiagonalOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; the optimizer then continues as the one that saved it, options included."""
-        check_state_dict(self, state_dict, GLOBAL, self._check_options)
+        check_state_dict(self, state_dict, self.KEY, self._check_options)
         super().load_state_dict(state_dict)
         # torch casts tensors to the parameter's dtype; the state has one of its own.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -155,12 +170,12 @@ class DiagonalOptimizer(Optimizer):
             for name, value in state_dict["state"].get(number, {}).items():
                 if isinstance(value, Tensor):
                     self.state[p][name] = value.to(p.device, copy=True)
-        self._pending, self._updated = None, False
+        self._pending, self._updated, self._taken, self._last_step, self._fused = None, False, [], None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps options, state and groups only.
-        own = {name: getattr(self, name) for name in ("_pending", "_updated", "_process_group")}
-        return super().__getstate__() | own
+        # torch keeps options, state and groups only. What is kept for the kernels belongs to this process.
+        own = {name: getattr(self, name) for name in ("_pending", "_updated", "_process_group", "_taken", "_last_step")}
+        return super().__getstate__() | own | {"_fused": None}
 
     # ------------------------------------------------------------------ for subclasses
 
@@ -186,17 +201,24 @@ class DiagonalOptimizer(Optimizer):
             found = estimator(product, like, generator, probes=count, distribution=distribution)
         return [-d for d in found] if options["maximize"] else found
 
-    def _apply(
-        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], estimates: list[Tensor] | None
-    ) -> None:
+    def _average(self, group: dict[str, Any], h: list[Tensor], estimates: list[Tensor]) -> None:
+        """Have ``estimates`` enter the running means ``h``, in place."""
         raise NotImplementedError
 
-    def _fused_step(self) -> bool:
-        """Take a whole step from ``.grad`` without new estimates, if there is a faster way than ``_apply``.
+    def _counts(self, state: Mapping[str, Any], updated: bool) -> dict[str, int]:
+        """What a parameter's state counts, as it is after one more step, ``updated`` if that has an estimate."""
+        return {}
 
-        False where there is none, or where a gradient is not finite; then nothing has changed.
-        """
-        return False
+    def _rule(self, group: Mapping[str, Any], counts: Mapping[str, int]) -> Rule:
+        """The numbers of a step of parameters of a group, ``counts`` being theirs after it."""
+        raise NotImplementedError
+
+    def _record(self, taken: list[tuple[list[Tensor], Rule]]) -> Record:
+        raise NotImplementedError
+
+    def _averages(self, params: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        states = [self.state[p] for p in params]
+        return [s["exp_avg"] for s in states], [s[self.CURVATURE] for s in states]
 
     def _how_to_update(self) -> str:
         return (
@@ -208,7 +230,7 @@ class DiagonalOptimizer(Optimizer):
     @property
     def _number(self) -> int:
         """Steps taken."""
-        return cast(dict[Any, Any], self.state).get(GLOBAL, {}).get("step", 0)
+        return cast(dict[Any, Any], self.state).get(self.KEY, {}).get("step", 0)
 
     @property
     def _params(self) -> list[Tensor]:
@@ -245,12 +267,13 @@ class DiagonalOptimizer(Optimizer):
     ) -> None:
         of = {id(p): g for p, g in zip(params, gradients, strict=True) if g is not None}
         curvature = {id(p): d for p, d in estimates or []}
+        self._taken, self._last_step = [], None
         for group in self.param_groups:
             mine = [p for p in group["params"] if id(p) in of]
             fresh = [p for p in mine if id(p) in curvature]
             # One that first gets a gradient inside a closure, when no update is due, waits for its first estimate.
             known = [p for p in mine if id(p) not in curvature and self.CURVATURE in self.state[p]]
-            for members in (*_alike(fresh), *_alike(known)):
+            for members in (*self._alike(fresh), *self._alike(known)):
                 found = [of[id(p)].to_dense() if of[id(p)].is_sparse else of[id(p)] for p in members]
                 if self.param_groups[0]["maximize"]:
                     found = list(torch._foreach_neg(found))
@@ -260,11 +283,54 @@ class DiagonalOptimizer(Optimizer):
                 for p in group["params"]:
                     if p.requires_grad and id(p) not in of:
                         self.state[p].setdefault("idle", True)
-        self._count(updated=estimates is not None)
+        self._count(self._number + 1, updated=estimates is not None)
 
-    def _count(self, updated: bool) -> None:
+    def _apply(
+        self, group: dict[str, Any], params: list[Tensor], gradients: list[Tensor], estimates: list[Tensor] | None
+    ) -> None:
+        """Change parameters of one dtype, device and counts, and their state, in place."""
+        for p in params:
+            for name in ("exp_avg", self.CURVATURE):
+                if name not in self.state[p]:
+                    self.state[p][name] = torch.zeros_like(p, dtype=group["state_dtype"] or p.dtype)
+        m, h = self._averages(params)
+        if estimates is not None:
+            self._average(group, h, estimates)
+        counts = self._counts(self.state[params[0]], updated=estimates is not None)
+        for p in params:
+            self.state[p].update(counts)
+        rule = self._rule(group, counts)
+        if not fused_step.update(params, gradients, m, h, rule):
+            diagonal_update.update(params, gradients, m, h, rule)
+        self._taken.append((params, rule))
+
+    def _take_fused(self) -> bool:
+        """Take a whole step from ``.grad`` between updates, in one launch.
+
+        False where that cannot be, or where a gradient is not finite; then nothing has changed.
+        """
+        if self._number % self.param_groups[0]["update_interval"] == 0:
+            return False
+        self._fused = fused_step.fused_step(self, self._fused)
+        taken = None if self._fused is None else self._fused.take(self)
+        if taken is None:
+            self._fused = None
+            return False
+        self._taken, self._last_step = taken, None
+        self._count(self._number + 1, updated=False)
+        return True
+
+    def _alike(self, params: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Lists of one dtype and device, as foreach kernels want them, and of the same counts."""
+        lists: dict[Any, list[Tensor]] = {}
+        for p in params:
+            counts = self._counts(self.state[p], updated=False)
+            lists.setdefault((p.dtype, p.device, *counts.values()), []).append(p)
+        return list(lists.values())
+
+    def _count(self, number: int, updated: bool) -> None:
         self._updated, self._pending = updated, None
-        cast(dict[Any, Any], self.state)[GLOBAL] = {"step": self._number + 1}
+        cast(dict[Any, Any], self.state)[self.KEY] = {"step": number}
 
 
 def gradients_of(
@@ -276,14 +342,6 @@ def gradients_of(
         mean = iter(reduction.mean(present))
         return [None if p.grad is None else next(mean) for p in params]
     return list(reduction.mean(point.gradient))
-
-
-def _alike(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Lists of one dtype and device, as foreach kernels want them."""
-    lists: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for p in params:
-        lists.setdefault((p.dtype, p.device), []).append(p)
-    return list(lists.values())
 
 
 def check_finite(tensors: Sequence[Tensor | None], what: str) -> None:

@@ -39,9 +39,12 @@ class KFAC(Optimizer):
     :class:`sorder.KFACPreconditioner` describes. By ``step_rule`` the step is
 
     - "quadratic" (arXiv:1503.05671, sections 6.4 to 7): s = αΔ + μδ with δ the step before; α and μ minimise the exact
-      model gᵀs + ½ sᵀ(B + λ)s, B the GGN itself, by two exact products. λ follows ρ, the change of the loss over the
-      one that the model predicted (Levenberg–Marquardt), every ``damping_interval`` steps, at one more run of the
-      closure; there, a step that raised the loss is taken back. Needs a closure at every step.
+      model gᵀs + ½ sᵀ(B + λ)s, B the GGN itself, by two exact products. The loss is evaluated at the step, which is
+      shortened until the loss falls enough (Armijo), and taken back where it never does; λ follows ρ, the change of
+      the loss over the one that the model predicted: times ``damping_decrease`` where ρ > 1/2, times
+      ``damping_increase`` or more where ρ < 1/4 (Levenberg–Marquardt). Needs a closure at every step. The paper
+      looks at the loss every fifth step only (``damping_interval=5``, factors (19/20)^±5), which saves forward passes;
+      at the start of a transformer, where the model is trusted far too much, the steps between can do great harm.
     - "kl" (Ba, Grosse & Martens, *Distributed second-order optimization using Kronecker-factored approximations*,
       2017): momentum on νΔ, with ν ≤ 1 such that lr²·ν²·Δᵀ(K + λ)Δ ≤ ``kl_bound``: no products, a constant λ.
       Between updates of the factors, ``loss.backward(); optimizer.step()`` suffices, and ``GradScaler``, clipping and
@@ -57,16 +60,16 @@ class KFAC(Optimizer):
         step_rule: "quadratic" (default) or "kl".
         damping: λ > 0, in units of curvature. Default None: a tenth of the curvature along the first gradient. The
             group holds the present value.
-        damping_update: "levenberg-marquardt" (default) or "constant"; "kl" leaves λ constant.
-        damping_interval: steps from one adaptation to the next. Default 5.
-        damping_decrease, damping_increase: factors of λ where ρ > 3/4, and where ρ < 1/4. Default (19/20)⁵ and its
-            inverse.
+        damping_update: "levenberg-marquardt" (default) or "constant", which takes every step without a look at the
+            new loss; "kl" leaves λ constant, too.
+        damping_interval: steps from one evaluation of the new loss to the next. Default 1.
+        damping_decrease, damping_increase: factors of λ. Default 1/2 and 3/2.
         momentum: of "kl", in [0, 1). For "quadratic" 0 turns δ off, at one product less. Default 0.9.
         kl_bound: of "kl"; None for no bound. Default 1e-3.
         max_step_norm: steps are shortened to this norm. Default None.
         weight_decay: decoupled: p ← (1 − lr·weight_decay)p. Default 0.
-        estimator, samples, approximation, inverse, decay, max_size, factor_dtype, inverse_dtype: of the curvature; see
-            :class:`sorder.KFACPreconditioner`.
+        estimator, samples, approximation, inverse, decay, max_size, least_damping, factor_dtype, inverse_dtype: of the
+            curvature; see :class:`sorder.KFACPreconditioner`.
         factor_interval, inverse_interval: steps from one update of the factors, and of the inverses, to the next.
             Default 1 and 1.
         maximize: maximise the loss. Default False.
@@ -105,9 +108,9 @@ class KFAC(Optimizer):
         step_rule: str = "quadratic",
         damping: float | None = None,
         damping_update: str = "levenberg-marquardt",
-        damping_interval: int = 5,
-        damping_decrease: float = 0.95**5,
-        damping_increase: float = 0.95**-5,
+        damping_interval: int = 1,
+        damping_decrease: float = 0.5,
+        damping_increase: float = 1.5,
         momentum: float = 0.9,
         kl_bound: float | None = 1e-3,
         max_step_norm: float | None = None,
@@ -120,6 +123,7 @@ class KFAC(Optimizer):
         factor_interval: int = 1,
         inverse_interval: int = 1,
         max_size: int = 8192,
+        least_damping: float = 0.0,
         factor_dtype: torch.dtype | None = None,
         inverse_dtype: torch.dtype | None = None,
         maximize: bool = False,
@@ -184,14 +188,8 @@ class KFAC(Optimizer):
             raise ValueError(f"loss_scale must be positive, got {loss_scale!r}")
         params, options = self._trainable(), self.param_groups[0]
         kind = "ggn" if options["damping"] is None else None
-        with (
-            routed_attention(options["attention"]),
-            Transaction(params, self.state) as transaction,
-            gradients_kept(params),
-        ):
-            for p in params:
-                p.grad = None
-            point = transaction.add(CurvaturePoint(closure, params, kind, **self._point_options()))
+        with routed_attention(options["attention"]), Transaction(params, self.state) as transaction:
+            point = transaction.add(self._apart(closure, params, kind))
             reduction = Reduction(self._process_group or point.process_group)
             factors = self._measured(point, reduction, loss_scale)
             along = None if kind is None else self._along(point, reduction) / loss_scale
@@ -200,13 +198,15 @@ class KFAC(Optimizer):
 
     @torch.no_grad()
     @not_nested
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, *, curvature_closure: Any = None) -> Any:
         """Take one step.
 
         Args:
             closure: returns the loss or ``(loss, outputs)``, and may call ``zero_grad`` and ``backward`` itself; or a
                 sequence of such closures, whose losses are summed (micro-batches). With ``step_rule="kl"`` it may be
                 left out after ``backward`` where no update is due.
+            curvature_closure: likewise, for factors and products alone, such as the loss of a part of the batch; its
+                run leaves no trace. Default: ``closure``.
 
         Returns:
             The loss before the step as ``closure`` returned it, without graph; the sum for a sequence; None without a
@@ -214,7 +214,8 @@ class KFAC(Optimizer):
         """
         options, params = self.param_groups[0], self._trainable()
         exact = options["step_rule"] == "quadratic"
-        if closure is None and (exact or (self.curvature_due and self._pending is None)):
+        measure = self._pending is None and self.curvature_due
+        if closure is None and (exact or measure):
             raise TypeError(
                 "KFAC.step needs a closure that evaluates the loss, as in optimizer.step(lambda: "
                 "F.cross_entropy(model(x), y))" + ("" if exact else ", or update_curvature(closure) before: an update "
@@ -230,10 +231,13 @@ class KFAC(Optimizer):
                 step.reduction = Reduction(self._process_group)
                 step.gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             else:
-                measure = self._pending is None and self.curvature_due
                 kind = "ggn" if exact or (measure and options["damping"] is None) else None
-                point = transaction.add(CurvaturePoint(closure, params, kind, **self._point_options()))
-                step.point, step.reduction = point, Reduction(self._process_group or point.process_group)
+                apart = curvature_closure is not None and (exact or measure)
+                point = CurvaturePoint(closure, params, None if apart else kind, **self._point_options())
+                step.point = step.model = transaction.add(point)
+                if apart:
+                    step.model = transaction.add(self._apart(curvature_closure, params, kind))
+                step.reduction = Reduction(self._process_group or point.process_group)
                 step.loss = step.reduction.mean_scalar(point.loss)
                 if not math.isfinite(step.loss):
                     raise FloatingPointError(f"the loss is {step.loss}")
@@ -311,6 +315,13 @@ class KFAC(Optimizer):
         options = self.param_groups[0]
         turned = options["maximize"] and options["step_rule"] == "quadratic"
         return {"mode": options["mode"], "sign": -1.0 if turned else 1.0}
+
+    def _apart(self, closure: Any, params: list[Tensor], kind: str | None) -> CurvaturePoint:
+        """The point of a closure for the curvature alone, which leaves ``.grad`` as it was."""
+        with gradients_kept(params):
+            for p in params:
+                p.grad = None
+            return CurvaturePoint(closure, params, kind, **self._point_options())
 
     def _measured(self, point: CurvaturePoint, reduction: Reduction, loss_scale: float = 1.0) -> Factors:
         factors = kronecker.updated(

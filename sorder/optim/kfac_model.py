@@ -21,14 +21,16 @@ class KFACStep:
 
     Attributes:
         loss: loss before the step; NaN where the step was given no closure. new_loss: loss of the same function after
-            it, before weight decay; NaN where it was not evaluated.
+            it, before weight decay; equal to ``loss`` where the step was rejected; NaN where it was not evaluated.
         gradient_norm: ‖g‖₂.
         learning_rate: factor of the preconditioned gradient, before lr: α of the quadratic model, or what the bound on
             the divergence leaves of 1. momentum: factor of the step before.
         products: exact curvature products. evaluations: runs of the closures.
-        reduction_ratio: ρ, the loss's change over the one that the quadratic predicted; NaN where not evaluated.
+        reduction_ratio: ρ, the loss's change over the one that the quadratic predicted, for the full step; NaN where
+            not evaluated.
         damping: λ of this step. next_damping: of the next.
-        step_norm: ‖s‖₂, 0 where the step was rejected.
+        step_length: factor by which the step was shortened until the loss fell; 0 where it was rejected.
+        step_norm: norm of what the parameters moved by, before weight decay.
         curvature_updated: whether the factors were measured.
         accepted: whether the parameters moved.
     """
@@ -43,6 +45,7 @@ class KFACStep:
     reduction_ratio: float
     damping: float
     next_damping: float
+    step_length: float
     step_norm: float
     curvature_updated: bool
     accepted: bool

@@ -93,9 +93,10 @@ class NewtonCG(Optimizer):
             symmetric positive definite, such as :class:`sorder.KFACPreconditioner`. Before every solve its methods are
             called, where it has them: ``refresh(point, rank=…, mean=…)`` with the
             :class:`~sorder.curvature.CurvaturePoint` of B, this process's number and the mean of a list of tensors
-            over the ranks; then ``update(product, damping)`` with v ↦ Bv and λ. If it has ``state_dict`` and
-            ``load_state_dict``, a step that fails restores it by them; they may share tensors that are never changed
-            in place.
+            over the ranks; then ``update(product, damping)`` with v ↦ Bv and λ. :meth:`add_param_group` calls
+            ``add_params(params, names)`` with those that require gradients. If it has ``state_dict`` and
+            ``load_state_dict``, a step that fails restores it by them, and the optimizer's own state dict holds its;
+            they may share tensors that are never changed in place.
         preconditioner_decay: of the running means. Default 0.9.
         preconditioner_power: default 3/4 (Martens 2010, section 4.7).
         weight_decay: decoupled: after an accepted step p ← (1 − lr·weight_decay)p. Default 0.
@@ -195,9 +196,11 @@ class NewtonCG(Optimizer):
         }
         check_options(defaults)
         self.last_step: NewtonCGStep | None = None
-        self._preconditioner = preconditioner if callable(preconditioner) else None
+        self._preconditioner: Preconditioner | None = None
         self._process_group = process_group
         super().__init__(params, defaults)
+        # Afterwards, since it knows of these groups, and is told of later ones.
+        self._preconditioner = preconditioner if callable(preconditioner) else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its parameters join the next step."""
@@ -210,6 +213,12 @@ class NewtonCG(Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        join = getattr(self._preconditioner, "add_params", None)
+        if join is not None:
+            count = sum(len(g["params"]) for g in self.param_groups[:-1])
+            names = group.get("param_names") or [f"parameter {count + i}" for i in range(len(group["params"]))]
+            joining = [(p, name) for p, name in zip(group["params"], names, strict=True) if p.requires_grad]
+            join([p for p, _ in joining], [name for _, name in joining])
 
     @torch.no_grad()
     @not_nested
@@ -280,6 +289,11 @@ class NewtonCG(Optimizer):
         returned = point.returned
         return sum(returned[1:], returned[0]) if isinstance(returned, list) else returned
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state; a preconditioner that has a state dict has it there under "preconditioner"."""
+        save = getattr(self._preconditioner, "state_dict", None)
+        return super().state_dict() | ({} if save is None else {"preconditioner": save()})
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; the optimizer then continues as the one that saved it, options included.
 
@@ -287,6 +301,9 @@ class NewtonCG(Optimizer):
             ValueError: it is not the state of a NewtonCG with groups and parameters like these. Nothing has changed.
         """
         check_state_dict(self, state_dict, GLOBAL, check_options)
+        load = getattr(self._preconditioner, "load_state_dict", None)
+        if load is not None and "preconditioner" in state_dict:
+            load(state_dict["preconditioner"])
         super().load_state_dict(state_dict)
         # torch casts vectors to the parameter's dtype; those of 16-bit parameters are kept in float32.
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sorder.curvature import CurvaturePoint
-from sorder.curvature.random_state import RandomState
+from sorder.func.random_state import RandomState
 
 
 class Transaction:

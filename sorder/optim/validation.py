@@ -146,6 +146,10 @@ def check_state_dict(
         got = f"the keys {list(state_dict)[:6]}" if isinstance(state_dict, Mapping) else type(state_dict).__name__
         raise ValueError(f"state_dict must have the keys 'state' and 'param_groups', got {got}")
     groups, state = state_dict["param_groups"], state_dict["state"]
+    foreign = [key for key in state if isinstance(key, str) and key != own]
+    if foreign:
+        what = f"has an entry {foreign[0]!r}"
+        raise ValueError(f"state_dict must be that of a {name}, but its state {what}: is it another optimizer's?")
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
             f"state_dict must have {len(optimizer.param_groups)} parameter groups as this {name}, got {len(groups)}"

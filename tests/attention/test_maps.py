@@ -5,6 +5,7 @@ against the oracle.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from sorder.kernels.spec import AttentionSpec, lse_dtype
 from sorder.ops import maps
 
 from . import oracle
-from .cases import BOUNDS, LARGE, SMALL, TF32_BOUND, Case, make, parametrize
+from .cases import BOUNDS, FEATURES, LARGE, LARGE_FEATURES, SMALL, TF32_BOUND, Case, make, parametrize
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -29,17 +30,21 @@ def outputs(
 ) -> dict[str, Any]:
     """What each map gives for the case, and what it should give."""
     p = make(case, dtype, device)
-    spec = AttentionSpec(case.d**-0.5, case.causal, precision)  # type: ignore[arg-type]
-    o, lse = implementation.forward(p.q, p.k, p.v, spec)
-    caches = (p.q, p.k, p.v, o, lse)
-    to, tlse = implementation.tangent(*caches, *p.tangents, spec)
-    dq, dk, dv = implementation.backward(*caches, *p.cotangents, "qkv", spec)
-    tdq, tdk, tdv = implementation.backward_tangent(
-        *caches, *p.cotangents, *p.tangents, to, tlse, *p.cotangent_tangents, "qkv", spec
+    spec = replace(p.spec, precision=precision)
+    inputs = (p.q, p.k, p.v, p.bias, p.vis)
+    o, lse = implementation.forward(*inputs, spec)
+    caches = (*inputs, o, lse)
+    if all(t is None for t in p.tangents):
+        to = tlse = low = None
+    else:
+        to, tlse, low = implementation.tangent(*caches, *p.tangents, spec)
+    first = implementation.backward(*caches, *p.cotangents, "qkvb", spec)
+    second = implementation.backward_tangent(
+        *caches, *p.cotangents, *p.tangents, to, tlse, low, *p.cotangent_tangents, "qkvb", spec
     )
-    want = oracle.maps(p.q, p.k, p.v, p.cotangents, p.tangents, p.cotangent_tangents, case.causal, spec.scale)
-    names = ("o", "lse", "to", "tlse", "dq", "dk", "dv", "tdq", "tdk", "tdv")
-    return {n: (x, want[n]) for n, x in zip(names, (o, lse, to, tlse, dq, dk, dv, tdq, tdk, tdv), strict=True)}
+    names = ("o", "lse", "to", "tlse", "dq", "dk", "dv", "dbias", "tdq", "tdk", "tdv", "tdbias")
+    got = dict(zip(names, (o, lse, to, tlse, *first, *second), strict=True))
+    return {name: (got[name], want) for name, want in p.expected().items()}
 
 
 def check(results: dict[str, Any], bound: float) -> None:
@@ -52,22 +57,27 @@ def check(results: dict[str, Any], bound: float) -> None:
             assert oracle.relative_error(got, want) <= bound, name
 
 
-@parametrize(SMALL)
+@parametrize(SMALL + FEATURES)
 @pytest.mark.parametrize("tile", [2**22, 64])
 def test_twin_is_exact_in_float64(case: Case, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(twin, "_TILE_ELEMENTS", tile)  # also with a single query row a tile
     check(outputs(twin, case, torch.float64, "cpu"), BOUNDS[torch.float64])
 
 
-@parametrize(SMALL)
+@parametrize(SMALL + FEATURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_twin_rounds_only_its_outputs(case: Case, dtype: torch.dtype) -> None:
     check(outputs(twin, case, dtype, "cpu"), BOUNDS[dtype])
 
 
+# In the interpreter features take a second or two each: every one in float32 or float16, in turn.
+INTERPRETED = [(case, dtype) for case in SMALL for dtype in (torch.float32, torch.float16)] + [
+    (case, (torch.float32, torch.float32, torch.float16)[i % 3]) for i, case in enumerate(FEATURES)
+]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted")
-@parametrize(SMALL)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("case", "dtype"), INTERPRETED, ids=str)
 def test_kernels_in_the_interpreter(case: Case, dtype: torch.dtype) -> None:
     check(outputs(KERNELS, case, dtype, "cpu"), BOUNDS[dtype])
 
@@ -76,18 +86,18 @@ def _wanted_subsets(implementation: Any, dtype: torch.dtype, device: str) -> Non
     case = Case(37, 21, 16, 16, True)
     p = make(case, dtype, device)
     spec = AttentionSpec(0.25, True)
-    o, lse = implementation.forward(p.q, p.k, p.v, spec)
-    caches = (p.q, p.k, p.v, o, lse)
-    to, tlse = implementation.tangent(*caches, *p.tangents, spec)
+    o, lse = implementation.forward(p.q, p.k, p.v, None, None, spec)
+    caches = (p.q, p.k, p.v, None, None, o, lse)
+    to, tlse, low = implementation.tangent(*caches, *p.tangents, spec)
 
     def both(wanted: str) -> list[Any]:
-        last = (*p.tangents, to, tlse, *p.cotangent_tangents, wanted, spec)
+        last = (*p.tangents, to, tlse, low, *p.cotangent_tangents, wanted, spec)
         first = implementation.backward(*caches, *p.cotangents, wanted, spec)
         return [*first, *implementation.backward_tangent(*caches, *p.cotangents, *last)]
 
-    everything = both("qkv")
+    everything = both("qkvb")
     for wanted in ("q", "k", "v", "qv"):
-        for name, got, want in zip("qkvqkv", both(wanted), everything, strict=True):
+        for name, got, want in zip("qkvbqkvb", both(wanted), everything, strict=True):
             if name in wanted:
                 assert oracle.relative_error(got, want) <= BOUNDS[dtype]
             else:
@@ -112,9 +122,9 @@ def test_strange_memory_in_the_interpreter() -> None:
     apart = torch.empty_strided((1, 3, 16), (16, 2**24, 1)).copy_(torch.randn(1, 3, 16))
     overflowing = torch.full((1, 3, 16), -3e38)
     for q in (overlapping, apart, overflowing):
-        got, want = KERNELS.forward(q, k.abs(), v, spec), twin.forward(q, k.abs(), v, spec)
+        got, want = (m.forward(q, k.abs(), v, None, None, spec) for m in (KERNELS, twin))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, equal_nan=True)
-        caches = (q, k.abs(), v, *want)
+        caches = (q, k.abs(), v, None, None, *want)
         for wanted in ("q", "k"):
             got, want_d = (m.backward(*caches, want[0], None, wanted, spec) for m in (KERNELS, twin))
             for a, b in zip(got, want_d, strict=True):
@@ -128,9 +138,9 @@ def test_log_sum_exp_is_wide_where_rounding_it_would_cost_accuracy() -> None:
     p = make(Case(64, 64, 16, 16, False), torch.float32, "cpu")
     q, k = 16 * p.q, 16 * p.k
     spec = AttentionSpec(0.25, False)
-    o, lse = twin.forward(q, k, p.v, spec)
+    o, lse = twin.forward(q, k, p.v, None, None, spec)
     assert lse.dtype == lse_dtype(q) == torch.float64
-    (dv,) = twin.backward(q, k, p.v, o, lse, torch.ones_like(o), None, "v", spec)[2:]
+    dv = twin.backward(q, k, p.v, None, None, o, lse, torch.ones_like(o), None, "v", spec)[2]
     assert abs(dv.double().sum().item() - o.numel()) <= 1e-6 * o.numel()  # rows of P sum to one
 
 
@@ -155,7 +165,7 @@ def test_tf32_rounds_to_nearest(bits: str) -> None:
 
 
 @pytest.mark.gpu
-@parametrize(LARGE)
+@parametrize(LARGE + FEATURES + LARGE_FEATURES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_on_the_gpu(case: Case, dtype: torch.dtype) -> None:
     check(outputs(KERNELS, case, dtype, "cuda"), BOUNDS[dtype])

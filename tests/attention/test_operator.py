@@ -105,9 +105,6 @@ def test_empty_batch() -> None:
 
 Q = torch.zeros(2, 5, 4)
 REFUSED = [
-    ((Q, Q, Q), {"attn_mask": torch.ones(5, 5, dtype=torch.bool)}, NotImplementedError, r"attn_mask of shape \(5, 5\)"),
-    ((Q, Q, Q), {"dropout_p": 0.1}, NotImplementedError, r"dropout_p=0\.1"),
-    ((Q, Q, Q), {"enable_gqa": True}, NotImplementedError, "enable_gqa"),
     ((Q, Q, Q), {"scale": torch.tensor(1.0)}, TypeError, "scale must be a number"),
     ((Q, Q, Q), {"precision": "high"}, ValueError, "precision must be .* got 'high'"),
     ((Q, Q.double(), Q), {}, TypeError, "float64"),

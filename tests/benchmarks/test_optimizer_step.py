@@ -18,8 +18,9 @@ def test_optimizer_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     module = importlib.import_module("optimizer_step")
     module.main(["--smoke", "--device=cpu", "--commit=abc", f"--out={out}"])
     rows = json.loads(out.read_text())["rows"]
-    assert [r["part"] for r in rows] == ["step"] * 5 + ["training"] * 5
-    for row in rows:
+    assert [r["part"] for r in rows] == ["step"] * 5 + ["kernels"] * 2 + ["training"] * 5
+    assert [r["kernel"] for r in rows[5:7]] == ["search", "step"] and all(r["milliseconds"] > 0 for r in rows[5:7])
+    for row in rows[:5] + rows[7:]:
         assert row["ratio_to_fused_adamw"] > 0
         assert ("seconds_with_update" in row) == (
             row["part"] == "training" and not row["optimizer"].startswith("AdamW")

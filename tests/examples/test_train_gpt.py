@@ -35,10 +35,15 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[byte
 
 @pytest.mark.filterwarnings("error:Using backward.. with create_graph")
 @pytest.mark.parametrize(
-    "optimizer", ["newton-cg", "sophia-h", "sophia-g", "adahessian", "adamw", "muon", "Yogi", "adafactor"]
+    "optimizer",
+    [
+        *("newton-cg", "newton-cg --preconditioner diagonal", "newton-cg --preconditioner kfac"),
+        *("newton-cg --preconditioner ekfac", "kfac", "sophia-h", "sophia-g", "adahessian"),
+        *("adamw", "muon", "Yogi", "adafactor"),
+    ],
 )
 def test_resumes_bit_identically(example: Any, text: Path, tmp_path: Path, optimizer: str) -> None:
-    options = ["--data", text, "--optimizer", optimizer]
+    options = ["--data", text, "--optimizer", *optimizer.split()]
     steps = 12 if optimizer.startswith("sophia") else 6  # Sophia measures curvature at steps 1 and 11
     assert run(example, *options, "--steps", steps, "--out", tmp_path / "a") == 0
     assert run(example, *options, "--steps", 3, "--out", tmp_path / "b") == 0
@@ -71,11 +76,15 @@ def assert_same(a: Any, b: Any) -> None:
 
 SCALARS = {
     "newton-cg": {"CG iterations", "products", "damping", "reduction ratio", "curvature along the step", "step length"},
+    "kfac": {
+        *("learning rate of the model", "momentum of the model", "products", "damping", "reduction ratio"),
+        "step length",
+    },
     "sophia": {"win rate", "curvature norm", "update norm"},
 }
 
 
-@pytest.mark.parametrize("optimizer", ["newton-cg", "sophia-h", "sophia-g", "adahessian", "adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["newton-cg", "kfac", "sophia-h", "sophia-g", "adahessian", "adamw", "muon"])
 def test_learns_and_leaves_its_files(example: Any, text: Path, tmp_path: Path, optimizer: str) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -158,6 +167,7 @@ WRONG = {
     "impossible path": (f"--data {'x' * 300}", "File name too long"),
     "width": ("--width 15", "width 15"),
     "optimizer": ("--optimizer sgdx", "no optimizer 'sgdx'"),
+    "preconditioner of another": ("--optimizer adamw --preconditioner kfac", "--preconditioner is for newton-cg"),
     "wraps another": ("--optimizer lookahead", "no optimizer 'lookahead'"),
     "rate of its own": ("--optimizer adafactor --lr 0.1", "takes no --lr"),
     "device": ("--device cuda:7", "device 'cuda:7'"),
@@ -194,8 +204,9 @@ def test_a_resumed_run_cannot_change_what_it_is(
 ) -> None:
     options = ["--optimizer", "adamw", "--out", tmp_path / "out"]
     assert run(example, "--data", text, "--steps", 3, *options) == 0
-    assert run(example, "--resume", *options, "--seed", 5) == 2
-    assert "cannot change seed, 0 in" in capsys.readouterr().err
+    for option, value, old in (("seed", 5, 0), ("preconditioner", "kfac", "none")):
+        assert run(example, "--resume", *options, f"--{option}", value) == 2
+        assert f"cannot change {option}, {old} in" in capsys.readouterr().err
     whole = text.read_text()
     for changed in (whole.upper(), whole[:-1] + "!"):  # the last bytes are held out
         text.write_text(changed)

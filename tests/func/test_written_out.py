@@ -25,6 +25,13 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "mse_loss sum": lambda x: F.mse_loss(x, target.sin(), reduction="sum"),
     "mse_loss weighted": lambda x: F.mse_loss(x, target, weight=target.exp()),
     "huber_loss": lambda x: F.huber_loss(x, target, delta=0.7),
+    "silu": F.silu,
+    "silu module": torch.nn.SiLU(),
+    "silu inplace": lambda x: F.silu(x * 1.0, inplace=True),
+    "mish": F.mish,
+    "glu": lambda x: F.glu(x, 1),
+    "group_norm": lambda x: F.group_norm(x, 2, w, b),
+    "soft_margin_loss": lambda x: F.soft_margin_loss(x, target.sign()),
     "huber_loss none": lambda x: F.huber_loss(x, target, reduction="none"),
 }
 
@@ -45,6 +52,42 @@ def test_value_and_second_derivative(name: str) -> None:
         assert relative_error(hvp(f, (x,), (v,), mode=mode), product) < 1e-12
         mapped = torch.func.vmap(lambda v: hvp(f, (x,), v, argnums=0, mode=mode))(torch.stack([v, -v]))  # noqa: B023
         assert relative_error(mapped[1], -product) < 1e-12
+
+
+def test_hardsigmoid_which_pytorch_cannot_differentiate_twice() -> None:
+    x = 4 * torch.randn(2, 4, 4).double()
+    with WrittenOut(norms=False):
+        assert relative_error(F.hardsigmoid(x), torch._C._nn.hardsigmoid(x)) < 1e-15
+    product = hvp(lambda x: F.hardsigmoid(x).pow(3).sum(), (x,), (x,))
+    inside = (x.abs() < 3).double()
+    assert relative_error(product, x * inside * 6 * F.hardsigmoid(x) / 36) < 1e-14
+
+
+def test_a_backward_pass_that_is_differentiable_only_if_recorded() -> None:
+    class Cube(torch.autograd.Function):
+        """Stands for PyTorch's operations of this kind: its backward has a forward-mode rule under grad mode alone."""
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(*inputs)
+            ctx.save_for_forward(*inputs)
+
+        @staticmethod
+        def backward(ctx, g: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+            if not torch.is_grad_enabled():
+                raise NotImplementedError("Trying to use forward AD with cube_backward that does not support it")
+            return 3 * g * ctx.saved_tensors[0] ** 2
+
+        @staticmethod
+        def jvp(ctx, t: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+            return 3 * t * ctx.saved_tensors[0] ** 2
+
+    x = torch.randn(5).double()
+    assert relative_error(hvp(lambda x: Cube.apply(x).sum(), (x,), (x,)), 6 * x * x) < 1e-14
 
 
 def test_running_statistics_are_refused_rather_than_wrong() -> None:

@@ -19,12 +19,12 @@ def _paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_autoencoder(tmp_path: Path) -> None:
-    pytest.importorskip("torch_optimizer")
     out = tmp_path / "results.json"
     importlib.import_module("kfac_autoencoder").main(["--smoke", "--device=cpu", "--commit=abc", f"--out={out}"])
     results = json.loads(out.read_text())
     assert results["environment"]["commit"] == "abc"
-    assert set(results["best"]) == {"sgd", "adamw", "shampoo", "newton-cg", "kfac", "hybrid"}
+    shampoo = set() if results["left out"] else {"shampoo"}
+    assert set(results["best"]) == {"sgd", "adamw", "newton-cg", "kfac", "hybrid"} | shampoo
     starts = {run["curve"][0]["error"] for run in results["runs"]}
     assert len(starts) == 1, "the same model on the same images"
     assert all(run["failed"] is None and run["steps"] == 3 for run in results["runs"])
@@ -33,8 +33,27 @@ def test_autoencoder(tmp_path: Path) -> None:
 
 def test_gpt(tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    importlib.import_module("kfac_gpt").main(["--smoke", "--device=cpu", "--commit=abc", f"--out={out}"])
+    arguments = ["--smoke", "--device=cpu", "--commit=abc", f"--out={out}", "--seconds=1.5"]
+    importlib.import_module("kfac_gpt").main([*arguments, "--options", '{"hybrid": {"cg_iterations": 2}}'])
     results = json.loads(out.read_text())
     assert len({run["curve"][0]["held_out"] for run in results["runs"]}) == 1
-    assert all(run["error"] is None and run["steps"] == 2 for run in results["runs"])
-    assert {"newton-cg", "hybrid", "kfac", "kfac-kl", "adamw", "muon"} <= set(results["summary"])
+    tokens = [run for run in results["runs"] if run["role"] == "equal tokens"]
+    assert len({run["steps"] for run in tokens}) == 1 and all(run["error"] is None for run in tokens)
+    table = results["summary"]
+    assert {f"{name}, equal tokens" for name in ("hybrid", "newton-cg", "kfac", "adamw", "muon", "kfac-kl")} <= set(
+        table
+    )
+    assert "adamw, equal seconds" in table
+    steps = tokens[0]["steps"]
+    assert table["hybrid, equal tokens"]["cg_iterations"] == 2 * steps
+    assert table["newton-cg, equal tokens"]["cg_iterations"] > 2 * steps
+
+
+def test_cg_iterations(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    importlib.import_module("kfac_cg_iterations").main(["--smoke", "--device=cpu", "--commit=abc", f"--out={out}"])
+    first, second = json.loads(out.read_text())["points"]
+    assert (first["step"], second["step"]) == (0, 1) and second["loss"] != first["loss"] and first["damping"] > 0.0
+    for row in first["iterations"].values():
+        found = [row[t] for t in ("0.3", "0.1", "0.03") if row[t] is not None]
+        assert found == sorted(found) and found[0] >= 1

@@ -243,3 +243,70 @@ def test_newton_cg_with_it_takes_fewer_iterations() -> None:
         found.append((optimizer.last_step.cg_iterations, flatten(list(net.parameters())).detach()))
     assert 3 * found[1][0] <= found[0][0]
     assert relative_error(found[1][1], found[0][1]) < 1e-3
+
+
+@pytest.mark.parametrize("interval", [1, 100])
+def test_a_group_added_to_newton_cg_joins_the_preconditioner(interval: int) -> None:
+    """Its blocks are measured at the next step, whenever that would be due."""
+    net, whole = model(), model()
+    net[2].bias.requires_grad_(False)
+    whole[2].bias.requires_grad_(False)
+    options: dict[str, Any] = {"factor_interval": interval, "inverse_interval": interval, "decay": 0.0}
+    kfac = KFACPreconditioner(net[0].named_parameters(), estimator="type-2", **options)
+    optimizer = NewtonCG(net[0].parameters(), preconditioner=kfac, damping=0.1, lr=0.0)
+    optimizer.step(closure_of(net))
+    assert len(kfac.factors.blocks) == 1
+    with pytest.raises(ValueError, match="lr must lie in"):
+        optimizer.add_param_group({"params": list(net[2].parameters()), "lr": -1.0})
+    assert len(kfac.params) == 2
+    optimizer.add_param_group({"params": list(net[2].parameters())})
+    optimizer.step(closure_of(net))
+    assert [id(p) for p in kfac.params] == [id(p) for p in net.parameters() if p.requires_grad]
+    assert kfac.names == ["weight", "bias", "parameter 2"]
+    other = KFACPreconditioner(whole, estimator="type-2")
+    other.update_factors(closure_of(whole))
+    for one, two in zip(kfac.factors.running, other.factors.running, strict=True):
+        for name in ("left.inputs", "left.outputs"):
+            assert relative_error(corrected(one, name), corrected(two, name)) < 1e-12
+    assert None not in kfac.factors.inverse
+
+
+def test_the_state_of_newton_cg_holds_its_preconditioner() -> None:
+    nets, optimizers = [model(), model()], []
+    for net in nets:
+        kfac = KFACPreconditioner(net, factor_interval=2)
+        optimizers.append(NewtonCG(net.parameters(), preconditioner=kfac, lr=0.5))
+    for i in range(3):
+        optimizers[0].step(closure_of(nets[0], i))
+    file = io.BytesIO()
+    torch.save({"model": nets[0].state_dict(), "optimizer": optimizers[0].state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    nets[1].load_state_dict(saved["model"])
+    optimizers[1].load_state_dict(saved["optimizer"])
+    for i in range(3, 6):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            optimizer.step(closure_of(net, i))
+    assert torch.equal(flatten(list(nets[0].parameters())), flatten(list(nets[1].parameters())))
+    assert "preconditioner" not in NewtonCG(model().parameters()).state_dict()
+    small = KFACPreconditioner(nn.Linear(4, 3, bias=False))
+    with pytest.raises(ValueError, match="with 1 parameters, got one with 4 at least"):
+        small.load_state_dict(saved["optimizer"]["preconditioner"])
+    with pytest.raises(ValueError, match="lacks factors, damping"):
+        small.load_state_dict({})
+
+
+@pytest.mark.parametrize("inverse", ["cholesky", "eigen", "ekfac"])
+def test_the_factors_have_a_damping_of_their_own(inverse: str) -> None:
+    """Never less than a multiple of the mean eigenvalue of what they make."""
+    net = transformer()
+    kfac = fitted(net, lambda: language_loss(net), inverse=inverse, least_damping=10.0)
+    exact = fitted(net, lambda: language_loss(net), inverse=inverse)
+    dense = estimated(exact) if inverse != "ekfac" else estimated(fitted(net, lambda: language_loss(net)))
+    mean = sum(float(d.trace()) for d in dense) / sum(len(d) for d in dense)
+    v = [torch.randn_like(p) for p in net.parameters()]
+    for damping, want in ((0.5 * mean, 10.0 * mean), (20.0 * mean, 20.0 * mean)):
+        kfac.update(None, damping)
+        exact.update(None, want)
+        assert kfac.damping == pytest.approx(want, rel=1e-9)
+        assert relative_error(kfac(v), exact(v)) < 1e-9

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sorder.ops.attention import attention
+from sorder.ops.mask import Mask
 
 
 def heads(query: int, key: int, value: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,12 +21,57 @@ def heads(query: int, key: int, value: int | None = None) -> tuple[Tensor, Tenso
 X = heads(4, 4)
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a boolean for the mask": (lambda: attention(*X, True), TypeError, "attn_mask must be a tensor or None, got bool"),  # type: ignore[call-overload]
-    "a mask": (
-        lambda: attention(*X, torch.ones(5, 5, dtype=torch.bool)),
-        NotImplementedError,
-        r"attn_mask of shape \(5, 5\): masks .* not supported yet\. Use is_causal=True",
+    "a mask of another length": (
+        lambda: attention(*X, torch.ones(5, 6, dtype=torch.bool)),
+        ValueError,
+        r"attn_mask of shape \(5, 6\) does not broadcast to the scores, \(2, 4, 5, 5\)",
     ),
-    "dropout": (lambda: attention(*X, dropout_p=0.1), NotImplementedError, "dropout_p=0.1: .* dropout_p=0.0"),
+    "a mask longer than one row of scores": (
+        lambda: attention(*(x[..., :1, :] for x in X), torch.ones(3, 1)),
+        ValueError,
+        r"attn_mask of shape \(3, 1\) does not broadcast to the scores, \(2, 4, 1, 1\)",
+    ),
+    "an integer mask": (
+        lambda: attention(*X, torch.ones(5, 5, dtype=torch.long)),
+        TypeError,
+        r"attn_mask must be .* got torch.int64.*attn_mask.bool\(\)",
+    ),
+    "a mask on another device": (
+        lambda: attention(*X, torch.ones(5, 5, device="meta")),
+        ValueError,
+        "attn_mask is on meta, the query is on cpu",
+    ),
+    "a structure for attn_mask": (lambda: attention(*X, Mask()), TypeError, "got Mask; pass it as mask="),  # type: ignore[call-overload]
+    "a tensor for the structure": (
+        lambda: attention(*X, mask=torch.ones(5, 5)),  # type: ignore[call-overload]
+        TypeError,
+        "mask must be a sorder.Mask or None, got Tensor; a tensor goes to attn_mask",
+    ),
+    "too much dropout": (
+        lambda: attention(*X, dropout_p=1.1),
+        ValueError,
+        "dropout_p must be between 0 and 1, got 1.1",
+    ),
+    "no soft cap": (
+        lambda: attention(*X, softcap=0.0),
+        ValueError,
+        "softcap must be positive .* got 0.0; None is no cap",
+    ),
+    "a learned soft cap": (
+        lambda: attention(*X, softcap=torch.tensor(1.0)),  # type: ignore[call-overload]
+        TypeError,
+        "softcap must be a number or None, got torch.float32",
+    ),
+    "sinks of other heads": (
+        lambda: attention(*X, sinks=torch.zeros(3)),
+        ValueError,
+        r"sinks must have shape \(heads,\); got \(3,\) for a query of 4 heads",
+    ),
+    "a number for the sinks": (
+        lambda: attention(*X, sinks=0.0),  # type: ignore[call-overload]
+        TypeError,
+        "sinks must be a floating-point tensor .* got float",
+    ),
     "a name for the scale": (lambda: attention(*X, scale="auto"), TypeError, "scale must be a number or None, got str"),  # type: ignore[call-overload]
     "a word for is_causal": (lambda: attention(*X, is_causal="no"), TypeError, "is_causal must be True .* got 'no'"),  # type: ignore[call-overload]
     "a tensor for is_causal": (
@@ -45,10 +90,10 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "query must be a dense tensor, got layout torch.sparse_coo",
     ),
-    "grouped heads by name": (
-        lambda: attention(*heads(4, 2), enable_gqa=True),
-        NotImplementedError,
-        "enable_gqa=True: .* not supported yet. Repeat .* repeat_interleave",
+    "groups that do not divide": (
+        lambda: attention(*heads(4, 3), enable_gqa=True),
+        ValueError,
+        "enable_gqa=True: the 3 key heads and 3 value heads must divide the 4 query heads",
     ),
     "heads that do not divide": (
         lambda: attention(*heads(4, 3)),
@@ -59,6 +104,30 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 }
 
 
+MASKS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a window of one side": ({"window": 3}, TypeError, r"mask.window must be \(left, right\), .* got 3"),
+    "flash-attention's window": ({"window": (-1, 0)}, ValueError, r"mask.window=\(-1, 0\): .* None is without limit"),
+    "a prefix alone": ({"prefix": 3}, ValueError, "mask.prefix=3 .* needs causal=True"),
+    "an alignment": ({"alignment": "right"}, TypeError, "mask.alignment must be .* got 'right'"),
+    "a fraction": ({"key_stop": 2.5}, TypeError, "mask.key_stop must be None, an integer .* got 2.5"),
+    "lengths per token": ({"key_stop": torch.ones(2, 4, 5).long()}, ValueError, r"got shape \(2, 4, 5\)"),
+    "lengths of another batch": ({"key_stop": torch.ones(3).long()}, ValueError, "does not broadcast"),
+    "additive padding": ({"key_padding": torch.zeros(2, 5)}, TypeError, "key_padding must be a boolean .*float32"),
+    "short padding": ({"key_padding": torch.ones(2, 4) > 0}, ValueError, r"key_padding .* got \(2, 4\)"),
+    "ids of other tokens": ({"documents": torch.ones(4).long()}, ValueError, "each of the 5 query rows, got 4"),
+    "both kinds of documents": (
+        {"documents": torch.ones(5).long(), "cu_seqlens": torch.tensor([0, 5])},
+        ValueError,
+        "in two ways",
+    ),
+    "boundaries per batch": ({"cu_seqlens": torch.zeros(2, 3).long()}, ValueError, r"shape \(documents \+ 1,\)"),
+    "half a pair of ranges": ({"ranges": torch.zeros(5).long()}, TypeError, "ranges must be a pair"),
+    "slopes that are learned": ({"alibi": torch.ones(4, requires_grad=True)}, ValueError, "attn_mask = slopes"),
+    "slopes of other heads": ({"alibi": torch.ones(3)}, ValueError, r"alibi of shape \(3,\) does not broadcast"),
+    "another device": ({"alibi": torch.ones(4, device="meta")}, ValueError, r"mask.to\(query.device\)"),
+}
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_arguments_are_named(case: str) -> None:
     call, error, message = BAD[case]
@@ -66,13 +135,16 @@ def test_bad_arguments_are_named(case: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("case", MASKS)
+def test_bad_fields_of_a_mask_are_named(case: str) -> None:
+    fields, error, message = MASKS[case]
+    with pytest.raises(error, match=message):
+        attention(*X, mask=Mask(**fields))
+
+
 def test_grouped_heads_without_the_option_get_a_hint_that_works() -> None:
     q, k, v = heads(4, 2)
-    with pytest.raises(ValueError, match=r"4 query heads share 2 key heads.*enable_gqa=True") as caught:
+    with pytest.raises(ValueError, match=r"4 query heads share 2 key heads: pass enable_gqa=True"):
         attention(q, k, v)
-    hint = re.search(r"repeat_interleave\((.*), (-3)\)", str(caught.value))
-    assert hint is not None
-    count = eval(hint[1], {"query": q, "key": k})
-    k_, v_ = (x.repeat_interleave(count, int(hint[2])) for x in (k, v))
     want = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    torch.testing.assert_close(attention(q, k_, v_), want)
+    torch.testing.assert_close(attention(q, k, v, enable_gqa=True), want)

@@ -31,7 +31,7 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         output = ATTENTION(*args, **kwargs)
-        self.calls.append({"mask": args[3], **kwargs})
+        self.calls.append({"attn_mask": args[3], **kwargs})
         return output
 
 
@@ -159,8 +159,8 @@ def test_other_modes_above_and_below(operator: Operator) -> None:
     with Seen(), exact_attention():
         F.scaled_dot_product_attention(q, k, v)
         assert len(operator.calls) == 2
-        with pytest.warns(UserWarning, match="attn_mask"):
-            F.scaled_dot_product_attention(q, k, v, torch.zeros(5, 5, dtype=q.dtype))
+        with pytest.warns(UserWarning, match="widths"):
+            F.scaled_dot_product_attention(_wide(q), _wide(k), v)
     assert (len(operator.calls), Seen.count) == (2, 2)  # what falls back is seen below
 
 
@@ -209,7 +209,7 @@ def test_modules(operator: Operator, case: str) -> None:
     weight, x = tensors(2, 6, 8, count=2)
     check(lambda x: (model(x) * weight).sum(), x)
     assert len(operator.calls) == (4 if "encoder, " in case else 2)
-    assert all(call["is_causal"] is ("causal" in case) and call["mask"] is None for call in operator.calls)
+    assert all(call["is_causal"] is ("causal" in case) and call["attn_mask"] is None for call in operator.calls)
 
 
 def test_inference_fast_path_is_off_inside_only(operator: Operator) -> None:
@@ -230,16 +230,17 @@ def test_inference_fast_path_is_off_inside_only(operator: Operator) -> None:
 # ---------------------------------------------------------------------- what the operator does not serve
 
 
-def _mask(q: Tensor) -> Tensor:
-    mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(3)) < 0.5
-    mask[2] = False  # a fully masked row
-    return mask
+def _wide(x: Tensor, times: int = 65) -> Tensor:
+    """(…, 4) repeated to a width that no kernel takes."""
+    return x.repeat_interleave(times, -1)
 
 
 UNSERVED: dict[str, Callable[[Tensor], Tensor]] = {
-    "boolean mask": lambda q: F.scaled_dot_product_attention(q, q.sin(), q, _mask(q)),
-    "bias": lambda q: F.scaled_dot_product_attention(q, q.sin(), q, q[..., :1]),
-    "grouped heads": lambda q: F.scaled_dot_product_attention(q, q[:, :1].sin(), q[:, :1], enable_gqa=True),
+    "wide heads": lambda q: F.scaled_dot_product_attention(_wide(q), _wide(q.sin()), q),
+    "wide values": lambda q: F.scaled_dot_product_attention(q, q.sin(), _wide(q), is_causal=True)[..., ::65],
+    "wide grouped heads": lambda q: F.scaled_dot_product_attention(
+        _wide(q), _wide(q[:, :1].sin()), q[:, :1], enable_gqa=True
+    ),
 }
 
 
@@ -254,47 +255,47 @@ def test_fallback_is_exact_and_warns_once(operator: Operator, case: str) -> None
     assert not operator.calls
     (warning,) = caught
     text = str(warning.message)
-    assert "scaled_dot_product_attention (query (1, 2, 5, 4), key (1, " in text and "materialised attention" in text
+    assert "scaled_dot_product_attention (query (1, 2, 5, " in text and "materialised attention" in text
+    assert "widths must be between 1 and 256" in text
     assert f"{2 * 5 * 5 * 8 / 1e9:.3g} GB a matrix" in text and "sdpa_kernel" not in text
     assert warning.filename == __file__
 
 
 def test_the_warning_points_at_the_users_line_from_inside_modules_and_transforms() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    layer = nn.TransformerEncoderLayer(260, 1, 16, dropout=0.0, batch_first=True)
+    x, padding = torch.randn(2, 5, 260), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with warnings.catch_warnings(record=True) as caught, exact_attention():
         warnings.simplefilter("always")
         second_order(lambda x: layer(x, src_key_padding_mask=padding).sin().sum(), x, torch.ones_like(x))
     (warning,) = caught
-    assert warning.filename == __file__ and "masks (padding, bias) are not supported yet" in str(warning.message)
+    assert warning.filename == __file__ and "widths must be between 1 and 256" in str(warning.message)
 
 
 def test_each_reason_warns() -> None:
     q, k, v = tensors(1, 2, 5, 4)
+    wide = torch.randn(1, 1, 2, 300)
     with warnings.catch_warnings(record=True) as caught, exact_attention():
         warnings.simplefilter("always")
         for _ in range(2):
-            F.scaled_dot_product_attention(q, k, v, torch.zeros(5, 5, dtype=torch.float64))
-            F.scaled_dot_product_attention(q, k, v, torch.zeros(1, 5, 5, dtype=torch.float64))
-            F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
-            wide = torch.randn(1, 1, 2, 300)
             F.scaled_dot_product_attention(wide, wide, wide)
-    assert len(caught) == 3
+            F.scaled_dot_product_attention(wide[..., :290], wide[..., :290], wide)
+            F.scaled_dot_product_attention(q, k[:, :, :0], v[:, :, :0])
+    assert len(caught) == 2
 
 
 @pytest.mark.parametrize("case", UNSERVED)
 def test_strict_raises(case: str) -> None:
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64)
-    with exact_attention(strict=True), pytest.raises(NotImplementedError, match=r"strict=True.*support"):
+    with exact_attention(strict=True), pytest.raises(NotImplementedError, match=r"strict=True.*widths"):
         UNSERVED[case](x)
 
 
 def test_strict_inside_lenient_and_the_other_way() -> None:
     x = torch.randn(1, 2, 5, 4, dtype=torch.float64)
     with exact_attention(), exact_attention(strict=True), pytest.raises(NotImplementedError):
-        UNSERVED["bias"](x)
-    with exact_attention(strict=True), exact_attention(), pytest.warns(UserWarning, match="attn_mask"):
-        UNSERVED["bias"](x)
+        UNSERVED["wide heads"](x)
+    with exact_attention(strict=True), exact_attention(), pytest.warns(UserWarning, match="widths"):
+        UNSERVED["wide heads"](x)
 
 
 def test_bad_input_gets_torchs_own_error() -> None:
@@ -313,10 +314,9 @@ def test_a_mask_that_is_nearly_causal_is_not_taken_for_causal(operator: Operator
     finite = causal.clamp(min=-1e9)
     for mask in (weighted, finite, causal.T, causal.expand(1, 2, 5, 5)):
         expected = F.scaled_dot_product_attention(q, k, v, mask)
-        with exact_attention(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with exact_attention():
             assert close(F.scaled_dot_product_attention(q, k, v, mask), expected)
-    assert not operator.calls
+        assert operator.calls[-1]["attn_mask"] is mask and not operator.calls[-1]["is_causal"]
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, grad, lambda f: lambda b: jvp(f, (b,), (b,))[1]])
@@ -328,10 +328,9 @@ def test_a_differentiated_bias_is_not_taken_for_a_constant(operator: Operator, t
         return F.scaled_dot_product_attention(q, k, v, hidden + bias * scale).square().sum()
 
     bias, scale = torch.ones(5, 5, dtype=torch.float64, requires_grad=True), 0.0
-    with exact_attention(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with exact_attention():
         transform(f)(bias)
-        assert not operator.calls
+    assert operator.calls[-1]["attn_mask"] is not None and not operator.calls[-1]["is_causal"]
 
 
 # ---------------------------------------------------------------------- transforms, autocast, threads, switch
@@ -355,7 +354,7 @@ def test_autocast(operator: Operator) -> None:
     with torch.autocast("cpu", torch.bfloat16), exact_attention():
         served = F.scaled_dot_product_attention(q, k, v)
         with pytest.warns(UserWarning):
-            materialised = F.scaled_dot_product_attention(q, k, v, torch.zeros(6, 6))
+            materialised = F.scaled_dot_product_attention(_wide(q), _wide(k), v, scale=8**-0.5 / 65)
     assert len(operator.calls) == 1
     assert served.dtype == materialised.dtype == torch.bfloat16
     assert close(served.double(), materialised.double(), 1e-2)
@@ -474,7 +473,7 @@ def test_switch(operator: Operator) -> None:
         F.scaled_dot_product_attention(q, k, v)
     exact_attention.enable(strict=True)
     with pytest.raises(NotImplementedError):
-        F.scaled_dot_product_attention(q, k, v, torch.zeros(5, 5, dtype=torch.float64))
+        F.scaled_dot_product_attention(_wide(q), _wide(k), v)
     exact_attention.disable()
     exact_attention.disable()
     F.scaled_dot_product_attention(q, k, v)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sorder.curvature import errors
-from sorder.optim import AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
+from sorder.optim import KFAC, AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
 from tests.optim.problem import closure_of, data, model, values
 
 
@@ -248,7 +248,7 @@ def test_no_warning_where_the_hessian_was_asked_for_or_no_loss_of_torch_seen(mon
 
 @pytest.mark.parametrize("where", ["closure", "curvature_closure"])
 @pytest.mark.parametrize("call", ["step", "step without a closure", "update_curvature"])
-@pytest.mark.parametrize("maker", [NewtonCG, SophiaH, SophiaG, AdaHessian])
+@pytest.mark.parametrize("maker", [NewtonCG, SophiaH, SophiaG, AdaHessian, KFAC])
 def test_a_step_inside_its_own_closure_is_refused(maker: Callable[..., Any], call: str, where: str) -> None:
     net = model()
     optimizer = maker(net.parameters())

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sorder.optim import AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
+from sorder.optim import KFAC, AdaHessian, NewtonCG, SophiaG, SophiaH, gnb_loss
 from tests.optim.problem import data, model, values
 
 # With gammas that leave many coordinates unclipped, so that the curvature shows in the step.
@@ -42,6 +42,14 @@ def step(optimizer: Any, net: nn.Module, seed: int = 1, style: str = "loss", sig
     if isinstance(optimizer, SophiaG):
         return optimizer.step(closure, curvature_closure=lambda: gnb_loss(net(x)))
     return optimizer.step(closure)
+
+
+def refuses(optimizer: Any, state: dict[str, Any], message: str) -> None:
+    """It refuses the state, and is as before."""
+    before = str(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert str(optimizer.state_dict()) == before
 
 
 class Widened:
@@ -159,6 +167,19 @@ class TestContract:
         for i in range(2, 6):
             step(other, resumed, i)
         assert torch.equal(values(resumed), values(net))
+
+    @pytest.mark.parametrize("steps", [0, 2])
+    def test_the_state_of_another_optimizer_is_refused(self, make: Callable[..., Any], steps: int) -> None:
+        net = model()
+        optimizer = make(net.parameters())
+        message = f"state_dict must be that of a {type(optimizer).__name__}, but its .* another"
+        for maker in (*MAKERS.values(), KFAC, torch.optim.AdamW):
+            foreign = maker(net.parameters())
+            if type(foreign) is not type(optimizer):
+                for _ in range(steps):
+                    step(foreign, net)
+                refuses(optimizer, foreign.state_dict(), message)
+        optimizer.load_state_dict(make(net.parameters()).state_dict())
 
     def test_the_seed_matters_to_the_state_alone(self, make: Callable[..., Any]) -> None:
         net = model()

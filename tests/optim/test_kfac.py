@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sorder.kfac import KFACPreconditioner
 from sorder.optim.kfac import KFAC
 from sorder.optim.kfac_model import quadratic_step
-from tests.cases import dense_ggn, flatten, make_problem, relative_error, unflatten
+from tests.cases import Transformer, dense_ggn, flatten, make_problem, relative_error, unflatten
 from tests.optim.problem import closure_of, data, model, values
 from tests.optim.test_contract import TestContract as Contract
 from tests.optim.test_contract import step
@@ -191,16 +191,73 @@ def test_products_and_evaluations_are_counted(momentum: float, products: int) ->
     assert [s.new_loss == s.new_loss for s in seen] == [True, False, False] * 2
 
 
-def test_a_damping_is_adapted_and_a_bad_step_taken_back() -> None:
+def test_a_damping_is_adapted_and_a_bad_step_shortened_or_taken_back() -> None:
     net = model()
-    optimizer = KFAC(net.parameters(), damping=1.0, damping_interval=1, estimator="type-2")
+    optimizer = KFAC(net.parameters(), damping=1.0, estimator="type-2")
     step(optimizer, net)
-    assert optimizer.last_step.reduction_ratio > 0.75 and optimizer.param_groups[0]["damping"] < 1.0
-    bad = KFAC(net.parameters(), lr=1e4, damping=1e-6, damping_interval=1)
+    assert optimizer.last_step.reduction_ratio > 0.75 and optimizer.param_groups[0]["damping"] == 0.5
+    for lr, accepted in ((1e4, True), (1e30, False)):
+        bad, before = KFAC(net.parameters(), lr=lr, damping=1e-6), values(net)
+        loss = float(step(bad, net).detach())
+        last = bad.last_step
+        assert last.accepted == accepted and last.step_length < 0.1 and last.reduction_ratio < 0.25
+        assert bad.param_groups[0]["damping"] == last.next_damping >= 1.5e-6
+        if accepted:
+            assert last.new_loss == pytest.approx(float(closure_of(net)().detach()), rel=1e-12) and last.new_loss < loss
+            assert last.step_norm == pytest.approx(float((values(net) - before).norm()), rel=1e-9)
+        else:
+            assert torch.equal(values(net), before) and last.step_norm == 0.0 and last.new_loss == loss
+        assert torch.equal(torch.cat([bad.state[p]["last_step"].flatten() for p in net.parameters()]) * lr != 0,
+                           values(net) != before)  # fmt: skip
+
+
+def test_no_step_raises_the_loss_of_its_batch_from_a_transformers_start() -> None:
+    """Where the curvature is tiny, and the quadratic says nothing of what lies a step away."""
+    torch.manual_seed(0)
+    net = Transformer()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(0.05)
+    optimizer, generator, lengths = KFAC(net), torch.Generator().manual_seed(0), []
+    for _ in range(6):
+        tokens, y = (torch.randint(0, 5, (4, 4), generator=generator) for _ in range(2))
+
+        def loss(tokens: Tensor = tokens, y: Tensor = y) -> Tensor:
+            return F.cross_entropy(net(tokens).flatten(0, 1), y.flatten())
+
+        before = float(optimizer.step(loss))
+        assert float(loss().detach()) <= before
+        lengths.append(optimizer.last_step.step_length)
+    assert min(lengths) < 1.0, "a step had to be shortened"
+
+
+@pytest.mark.parametrize("rule", ["quadratic", "kl"])
+def test_a_curvature_closure_has_factors_and_products_alone(rule: str) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(4).double(), *model())
+    once, (x, y) = copy.deepcopy(net), data(1)
+    few, labels = data(2, rows=5)
+    optimizer = KFAC(net, step_rule=rule, damping=0.1, estimator="type-2", momentum=0.0, kl_bound=None)
+    kfac = KFACPreconditioner(once, estimator="type-2")
+    kfac.update_factors(lambda: F.cross_entropy(once(few), labels))
+    kfac.update(None, 0.1)
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+
+    def small() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(few), labels)
+        loss.backward()
+        return loss
+
+    loss = F.cross_entropy(once(x), y)
+    natural = kfac(torch.autograd.grad(loss, list(once.parameters())))
     before = values(net)
-    step(bad, net)
-    assert not bad.last_step.accepted and torch.equal(values(net), before)
-    assert bad.param_groups[0]["damping"] > 1e-6 and bad.last_step.step_norm == 0.0
+    assert float(optimizer.step(lambda: F.cross_entropy(net(x), y), curvature_closure=small)) == float(loss.detach())
+    length = optimizer.last_step.learning_rate * optimizer.last_step.step_length
+    assert relative_error(before - values(net), length * flatten(natural)) < 1e-9
+    assert all((p.grad == 1.0).all() for p in net.parameters())
+    for a, b in zip(net.buffers(), once.buffers(), strict=True):
+        assert torch.equal(a, b), "the statistics are those of one run on the loss's batch"
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e12])
@@ -274,6 +331,7 @@ def test_the_report_names_parameters_and_what_has_no_block() -> None:
         ({"damping": 0.0}, r"damping must lie in \(0.0, inf\), got 0.0"),
         ({"damping_interval": 0}, "damping_interval must be an integer of at least 1, got 0"),
         ({"damping_decrease": 2.0}, "damping_decrease must lie in"),
+        ({"least_damping": -1.0}, r"least_damping must lie in \[0.0, inf\), got -1.0"),
         ({"momentum": 1.0}, r"momentum must lie in \[0.0, 1.0\), got 1.0"),
         ({"kl_bound": -1.0}, "kl_bound must lie in"),
         ({"inverse": "lu"}, "inverse must be one of"),

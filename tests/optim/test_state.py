@@ -130,7 +130,7 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     **FOREIGN,
-    "SophiaH": (lambda: saved_by(SophiaH), "state_dict must be that of a NewtonCG, but its group 0 lacks curvature"),
+    "SophiaH": (lambda: saved_by(SophiaH), "must be that of a NewtonCG, but its state has an entry 'sophia_h'"),
     "more groups": (lambda: saved_by(NewtonCG, groups=2), "must have 1 parameter groups as this NewtonCG, got 2"),
     "fewer parameters": (
         lambda: without(saved_by(NewtonCG), "param_groups", 0, "params", 0),
@@ -143,8 +143,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "its state lacks the entry 'newton_cg'",
     ),
     "a foreign entry": (
-        lambda: {**saved_by(NewtonCG), "state": {"diagonal_optimizer": {}, "newton_cg": {}}},
-        "its state has an entry 'diagonal_optimizer'",
+        lambda: {**saved_by(NewtonCG), "state": {"another": {}, "newton_cg": {}}},
+        "its state has an entry 'another'",
     ),
     "an option out of range": (
         lambda: with_option(saved_by(NewtonCG), "damping", -1.0),
@@ -176,9 +176,9 @@ def test_a_state_that_is_not_of_this_optimizer_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("make", [SophiaH, AdaHessian])
-@pytest.mark.parametrize("case", [*FOREIGN, "NewtonCG"])
+@pytest.mark.parametrize("case", FOREIGN)
 def test_the_diagonal_family_refuses_other_states_too(make: Callable[..., Any], case: str) -> None:
-    state, message = FOREIGN[case] if case in FOREIGN else (lambda: saved_by(NewtonCG), "its group 0 lacks betas")
+    state, message = FOREIGN[case]
     assert_refused(make, state(), message)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sorder.curvature import CurvaturePoint
-from sorder.optim import NewtonCG, SophiaH
+from sorder.optim import KFAC, NewtonCG, SophiaH
 from tests.optim.problem import closure_of, model, values
 
 TIMEOUT = 30.0
@@ -263,7 +263,7 @@ def test_data_parallel_modules_of_another_thread_keep_reducing() -> None:
 # ---------------------------------------------------------------------- one optimizer, two threads
 
 
-@pytest.mark.parametrize("maker", [NewtonCG, SophiaH])
+@pytest.mark.parametrize("maker", [NewtonCG, SophiaH, KFAC])
 def test_a_step_while_another_thread_steps_the_same_optimizer_is_refused(maker: Callable[..., Any]) -> None:
     net, alone = model(), model()
     optimizer = maker(net.parameters())

@@ -1,0 +1,1 @@
+"""sorder inside other libraries. Each module imports the library it serves only when it is used."""

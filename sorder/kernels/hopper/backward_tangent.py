@@ -1,0 +1,48 @@
+"""T on Hopper: a sweep for dK̇ and dV̇, one for dQ̇; no atomics, so results are bitwise reproducible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sorder.kernels import launch
+from sorder.kernels.hopper import host
+from sorder.kernels.hopper.backward_tangent_keys import key_gradients
+from sorder.kernels.hopper.backward_tangent_queries import query_gradient
+from sorder.kernels.row_scalars import row_scalars
+from sorder.kernels.spec import AttentionSpec
+
+
+def backward_tangent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    do: torch.Tensor, dl: torch.Tensor | None, tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor,
+    to: torch.Tensor, tl_: torch.Tensor, to_low: torch.Tensor | None, tdo: torch.Tensor | None,
+    tdl: torch.Tensor | None, wanted: str, spec: AttentionSpec,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None]:  # fmt: skip
+    """(dQ̇, dK̇, dV̇, None) of a problem that :func:`dispatch.serves`, with all three tangents and dO."""
+    heads = launch.Heads(q, k)
+    q, k, v, o, do, tq, tk, tv, to, to_low, tdo = heads.fold(q, k, v, o, do, tq, tk, tv, to, to_low, tdo)
+    lse, dl, tl_, tdl = launch.row_vectors(lse, dl, tl_, tdl)
+    delta, tdelta = row_scalars(heads, o, do, dl, to=to, to_low=to_low, tdo=tdo, tdl=tdl, second_order=True)
+    operands: tuple[Any, ...] = (
+        heads,
+        host.Descriptors(heads, host.block(q, v)),
+        q,
+        k,
+        v,
+        lse,
+        do,
+        tq,
+        tk,
+        tv,
+        tl_,
+        tdo,
+        delta,
+        tdelta,
+        spec,
+    )
+    dk, dv = key_gradients(*operands) if "k" in wanted or "v" in wanted else (None, None)
+    dq = query_gradient(*operands) if "q" in wanted else None
+    grads = (dq, dk if "k" in wanted else None, dv if "v" in wanted else None)
+    return *(None if x is None else heads.unfold(x) for x in grads), None  # type: ignore[return-value]

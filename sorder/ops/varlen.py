@@ -1,0 +1,88 @@
+"""``sorder.attention_varlen``: packed documents in flash-attention's layout, (total, heads, width)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+from torch import Tensor
+
+from sorder.kernels.spec import Precision
+from sorder.ops.attention import attention
+from sorder.ops.mask import Mask
+
+_latest: tuple[Any, ...] = ()
+"""The last mask and what it was made of: the layers of a model mostly ask for the same."""
+
+
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, dropout_p: float = 0.0, alibi: Tensor | None = None, sinks: Tensor | None = None,
+    enable_gqa: bool = True, return_lse: Literal[False] = False, precision: Precision | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, dropout_p: float = 0.0, alibi: Tensor | None = None, sinks: Tensor | None = None,
+    enable_gqa: bool = True, return_lse: Literal[True], precision: Precision | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attention_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    causal: bool = False, window: tuple[int | None, int | None] | None = None, softcap: float | None = None,
+    scale: float | None = None, dropout_p: float = 0.0, alibi: Tensor | None = None, sinks: Tensor | None = None,
+    enable_gqa: bool = True, return_lse: bool = False, precision: Precision | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention within documents that lie one after the other in memory, exact to second order.
+
+    The documents cost the sum of the squares of their lengths. Nothing is copied, padded or read by the host.
+
+    Args:
+        query: (total queries, Hq, d), floating point.
+        key: (total keys, Hk, d), of the same dtype; Hk divides Hq.
+        value: (total keys, Hk, dv), of the same dtype.
+        cu_seqlens_q: integers (D + 1,), ascending from 0: document n has the queries cu[n] … cu[n + 1] − 1. Rows
+            behind the last boundary see nothing and give zeros.
+        cu_seqlens_k: likewise for the keys; default: ``cu_seqlens_q``.
+        causal: the last query of a document sees its last key, the one before it one fewer (bottom-right alignment,
+            as in flash-attention; PyTorch's ``is_causal`` is top-left. They agree for equal lengths).
+        window: (left, right) of keys around a query's position; ``None`` for a side without limit.
+        enable_gqa: False refuses Hk < Hq. Default True, as in flash-attention.
+        softcap, scale, dropout_p, sinks, return_lse, precision: see :func:`sorder.attention`.
+        alibi: slopes (Hq,), see :class:`sorder.Mask`.
+
+    Returns:
+        (total queries, Hq, dv); with ``return_lse`` also (Hq, total queries), as flash-attention has it.
+
+    Raises:
+        TypeError, ValueError: as :func:`sorder.attention`, and for inputs that do not have three dimensions.
+
+    Example:
+        >>> q, k, v = (torch.randn(7, 2, 8) for _ in range(3))
+        >>> sorder.attention_varlen(q, k, v, torch.tensor([0, 4, 7]), causal=True).shape
+        torch.Size([7, 2, 8])
+    """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must have shape (total tokens, heads, width), got {got}")
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+    mask = _mask(cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, causal, window, alibi)
+    output, lse = attention(
+        query, key, value, mask=mask, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa, softcap=softcap,
+        sinks=sinks, return_lse=True, precision=precision,
+    )  # fmt: skip
+    output = output.transpose(0, 1)
+    return (output, lse) if return_lse else output
+
+
+def _mask(cu_q: Tensor, cu_k: Tensor, causal: bool, window: Any, alibi: Tensor | None) -> Mask:
+    global _latest
+    found = _latest
+    same = bool(found) and all(x is y for x, y in zip(found[:3], (cu_q, cu_k, alibi), strict=True))
+    if same and found[3:5] == (causal, window):
+        return found[5]
+    mask = Mask(causal, "bottom_right", window, cu_seqlens=(cu_q, cu_k), alibi=alibi)
+    _latest = (cu_q, cu_k, alibi, causal, window, mask)
+    return mask

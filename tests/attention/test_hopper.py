@@ -1,0 +1,107 @@
+"""The Hopper kernels (J and T in Gluon) against the oracle: every launch setting, ragged lengths, layouts, groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from sorder.kernels.hopper import dispatch
+from sorder.kernels.spec import AttentionSpec
+
+from .cases import BOUNDS, Case, make, parametrize
+from .test_maps import KERNELS, check, outputs
+
+CASES = [
+    Case(n_q, n_k, d, dv, causal, layout, lead, "qkv", "o", dual, kv_heads)
+    for dual in ("o", "")  # with and without dȮ: other sweeps, other settings
+    for n_q, n_k, d, dv, causal, layout, lead, kv_heads in (
+        (300, 300, 64, 64, True, "contiguous", (2, 3), 0),
+        (257, 129, 64, 64, False, "contiguous", (1, 2), 0),
+        (130, 520, 64, 64, True, "heads_last", (2, 2), 0),
+        (1000, 77, 128, 128, False, "contiguous", (1, 2), 0),
+        (333, 700, 128, 128, True, "heads_last", (1, 2), 0),
+        (700, 333, 128, 128, True, "contiguous", (2, 2), 0),
+        (200, 200, 40, 40, True, "contiguous", (1, 2), 0),
+        (200, 300, 80, 64, False, "contiguous", (1, 3), 0),
+        (200, 300, 32, 96, True, "contiguous", (1, 2), 0),
+        (63, 65, 64, 64, True, "contiguous", (3,), 0),
+        (1, 1, 64, 64, True, "contiguous", (2,), 0),
+        (100, 100, 64, 64, True, "contiguous", (2, 1, 2, 2), 0),
+        (300, 300, 64, 64, True, "contiguous", (2, 6), 2),
+        (300, 200, 128, 128, False, "heads_last", (1, 4), 1),
+        (200, 300, 128, 64, True, "contiguous", (2, 4), 2),
+        (130, 140, 64, 64, True, "fused", (2, 2), 0),
+        (130, 140, 64, 64, True, "odd_width_stride", (2, 2), 0),
+        (130, 140, 64, 64, False, "expanded", (2, 2), 0),
+    )
+]
+
+
+@pytest.fixture
+def all_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small problems go to the Hopper kernels, too."""
+    if not (torch.cuda.is_available() and dispatch._is_hopper(torch.device("cuda", 0))):
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    monkeypatch.setattr(dispatch, "_MIN_SCORES", 0)
+    yield
+
+
+@pytest.mark.gpu
+@parametrize(CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_against_the_oracle(case: Case, dtype: torch.dtype, all_sizes: None) -> None:
+    p = make(case, dtype, "cuda")
+    assert dispatch.serves(p.q, p.k, p.v, None, None, p.spec, *p.tangents[:3])
+    check(outputs(KERNELS, case, dtype, "cuda"), BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+def test_bitwise_reproducible(all_sizes: None) -> None:
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        runs.append(outputs(KERNELS, CASES[0], torch.bfloat16, "cuda"))
+    assert all(torch.equal(runs[0][name][0], runs[1][name][0]) for name in runs[0])
+
+
+@pytest.mark.gpu
+def test_a_row_beyond_the_largest_score_stays_finite(all_sizes: None) -> None:
+    """Keys beyond the end are zeros with score 0: beside scores of −200 they must not become infinite weights."""
+    q = torch.full((1, 1, 70, 64), 5.0, device="cuda", dtype=torch.bfloat16)
+    k, t = -q, torch.randn_like(q)
+    spec = AttentionSpec(0.125, False)
+    o, lse = KERNELS.forward(q, k, t, None, None, spec)
+    to, tlse, *low = KERNELS.tangent(q, k, t, None, None, o, lse, t, t, t, None, spec)
+    first = (q, k, t, None, None, o, lse, t, None, t, t, t, None, to, tlse, *low, None, None, "qkv", spec)
+    grads = KERNELS.backward_tangent(*first)
+    assert all(x.isfinite().all() for x in (to, tlse, *grads[:3]))
+
+
+def test_what_is_not_served() -> None:
+    x = torch.empty(1, 8, 8192, 64, dtype=torch.bfloat16)
+    assert not dispatch.serves(x, x, x, None, None, AttentionSpec(1.0, True), x)  # not on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.update(q=a["q"].float()),
+        lambda a: a.update(bias=a["q"][..., :1]),
+        lambda a: a.update(spec=AttentionSpec(1.0, True, softcap=30.0)),
+        lambda a: a.update(spec=AttentionSpec(1.0, True, dropout=0.1)),
+        lambda a: a.update(needed=None),
+        lambda a: a.update(q=a["q"][..., :60], k=a["q"][..., :60]),
+        lambda a: a.update(q=a["q"][..., :64, :], k=a["q"][..., :64, :]),
+    ],
+)
+def test_what_a_hopper_gpu_leaves_to_the_portable_kernels(change: Callable[[dict], None]) -> None:
+    if not dispatch._is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU and Triton 3.6")
+    x = torch.empty(1, 8, 8192, 64, dtype=torch.bfloat16, device="cuda")
+    arguments = {"q": x, "k": x, "v": x, "bias": None, "vis": None, "spec": AttentionSpec(1.0, True), "needed": x}
+    assert dispatch.serves(*arguments.values())
+    change(arguments)
+    assert not dispatch.serves(*arguments.values())
