@@ -57,7 +57,7 @@ def solvers(point: CurvaturePoint, model: GPT, damping: float) -> dict[str, Solv
         "diagonal": lambda r: [t / (d.abs() + damping) for t, d in zip(r, diagonal, strict=True)],
     }
     for name, options in KFAC.items():
-        kfac = sorder.KFACPreconditioner(model, **options)
+        kfac = sorder.KFACPreconditioner(model, least_damping=0.0, **options)
         kfac.refresh(point)
         kfac.update(None, damping)
         found[name] = kfac

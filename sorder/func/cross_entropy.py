@@ -1,8 +1,9 @@
 """Cross-entropy and log-sum-exp with derivatives in closed form, evaluated a block of rows at a time.
 
-Of logits in bfloat16 PyTorch's cross-entropy keeps float32 copies, and of their tangents, too: a product with the
-Hessian then holds sixteen times the logits. Here logits, their tangent, their gradient and its tangent are all that is
-ever whole, each in the dtype of the logits; what lies between is float32 (float64 for float64), a block of rows at once.
+Of logits in bfloat16 PyTorch's cross-entropy holds float32 copies, and of their tangents, too: in a Hessian-vector
+product, forward over reverse, twelve of them, which is twenty-four times the logits. Here logits, their tangent, their
+gradient and its tangent are all that is ever whole, each in the dtype of the logits; between them all is float32
+(float64 for float64), for a block of rows at once.
 
 A row's loss is ℓ = own·(L − x_y) + k·Σ_c w_c·(L − x_c) with L = log Σ exp x: target y of weight own, label smoothing k.
 With p = softmax(x) and m = own + k·Σw, the derivatives are those of m·L, but for terms linear in x (Schraudolph, *Fast
@@ -27,7 +28,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import _reduction as _Reduction
@@ -74,14 +74,19 @@ def cross_entropy(
         own = own * (1.0 - label_smoothing)
     loss = _Value.apply(x, index, own, smooth, per_class)
     if reduction != "none":
-        loss = loss.sum() if divisor is None else loss.sum() / divisor
+        loss = loss.sum()
+    if divisor is not None:
+        # Without rows that count, the mean is nan, and its derivatives zero.
+        counts = divisor != 0
+        loss = torch.where(counts, loss / torch.where(counts, divisor, 1.0), torch.nan)
     return loss.to(_loss_dtype(input, ("cpu", "cuda")))
 
 
 def serves(input: Any, target: Any, weight: Any = None, *legacy: Any, **kwargs: Any) -> bool:
     """Whether :func:`cross_entropy` takes these arguments of ``F.cross_entropy``.
 
-    It takes class indices of int64 and constant weights. Of arguments that do not fit PyTorch is to tell.
+    It takes class indices of int64 and constant weights, outside traced graphs. Of arguments that do not fit PyTorch
+    is to tell.
     """
     if not (_is_plain(input) and input.dim() and _is_plain(target) and target.dtype == torch.int64):
         return False
@@ -96,7 +101,7 @@ def serves(input: Any, target: Any, weight: Any = None, *legacy: Any, **kwargs: 
         and (weight is None or (_is_constant(weight) and weight.shape == input.shape[dim : dim + 1]))
         and options.get("reduction", "mean") in ("none", "mean", "sum")
         and 0.0 <= smoothing <= 1.0
-        and not torch.compiler.is_compiling()  # which looks into no Function inside torch.func
+        and not _is_traced()
     )
 
 
@@ -108,11 +113,20 @@ def logsumexp(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
         tensor([1.0986, 1.0986])
     """
     single = isinstance(dim, int) or len(dim) == 1
-    if not (single and _is_plain(input) and input.is_floating_point() and input.dim()) or torch.compiler.is_compiling():
+    if not (single and _is_plain(input) and input.is_floating_point() and input.dim()) or _is_traced():
         return torch.logsumexp(input, dim, keepdim)
     dim = dim if isinstance(dim, int) else dim[0]
     out = _Value.apply(input.movedim(dim, -1), *_NO_TARGETS).to(_loss_dtype(input, ("cuda",)))
     return out.unsqueeze(dim) if keepdim else out
+
+
+def _is_traced() -> bool:
+    """Whether a graph is recorded: by a compiler, which looks into no Function, or by a tracer.
+
+    ``torch.func.linearize`` takes a traced graph apart and loses what is written in place.
+    """
+    tracer = torch._C._TorchDispatchModeKey.PROXY
+    return torch.compiler.is_compiling() or torch._C._get_dispatch_mode(tracer) is not None
 
 
 def _is_plain(x: Any) -> bool:
@@ -164,7 +178,7 @@ class _Rowwise(Function):
         ctx.save_for_forward(*inputs)
 
     @classmethod
-    def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:  # type: ignore[override]
+    def vmap(cls, info: Any, in_dims: Any, *args: Any) -> Any:
         def in_front(x: Tensor | None, dim: int | None) -> Tensor | None:
             if x is None:
                 return None
@@ -201,8 +215,10 @@ class _Tangent(_Rowwise):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None) -> Any:
+        if g is None:
+            return (None,) * 6
         x, dx, *targets = ctx.saved_tensors
-        of_x, of_dx = (need and g is not None for need in ctx.needs_input_grad[:2])
+        of_x, of_dx = ctx.needs_input_grad[:2]
         return (
             _apply(_GradientTangent, x, g, dx, None, *targets) if of_x else None,
             _apply(_Gradient, x, g, *targets) if of_dx else None,
@@ -227,8 +243,10 @@ class _Gradient(_Rowwise):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> Any:
+        if cotangent is None:
+            return (None,) * 6
         x, g, *targets = ctx.saved_tensors
-        of_x, of_g = (need and cotangent is not None for need in ctx.needs_input_grad[:2])
+        of_x, of_g = ctx.needs_input_grad[:2]
         return (
             _apply(_GradientTangent, x, g, cotangent, None, *targets) if of_x else None,
             _apply(_Tangent, x, cotangent, *targets) if of_g else None,
@@ -252,14 +270,14 @@ class _GradientTangent(_Rowwise):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> Any:
+        if cotangent is None:
+            return (None,) * 8
         x, g, dx, dg, *targets = ctx.saved_tensors
-        of_x, of_g, of_dx, of_dg = (need and cotangent is not None for need in ctx.needs_input_grad[:4])
-        third = None if not of_x else _sum(
-            _third(x, g, dx, cotangent, targets),
-            None if dg is None else _apply(_GradientTangent, x, dg, cotangent, None, *targets),
-        )  # fmt: skip
+        of_x, of_g, of_dx, of_dg = ctx.needs_input_grad[:4]
+        by_g = None if not of_x else _third(x, g, dx, cotangent, targets)
+        by_dg = None if not of_x or dg is None else _apply(_GradientTangent, x, dg, cotangent, None, *targets)
         return (
-            third,
+            _sum(by_g, by_dg),
             _covariance(x, dx, cotangent, targets) if of_g else None,
             _apply(_GradientTangent, x, g, cotangent, None, *targets) if of_dx else None,
             _apply(_Tangent, x, cotangent, *targets) if of_dg else None,
@@ -281,13 +299,17 @@ class _GradientTangent(_Rowwise):
 # Beyond first order in x̄: plain operations, on the whole.
 
 
+def _softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1, dtype=_wide(x))
+
+
 def _deviation(p: Tensor, u: Tensor) -> Tensor:
     return u - (p * u).sum(-1, keepdim=True)
 
 
 def _covariance(x: Tensor, u: Tensor, v: Tensor, targets: Any) -> Tensor:
     """m·Cov(u, v) under p, of every row: the second derivative of ℓ along u and v."""
-    p = torch.softmax(x, -1, dtype=_wide(x))
+    p = _softmax(x)
     covariance = (p * _deviation(p, u) * _deviation(p, v)).sum(-1)
     mass = _mass(targets)
     return covariance if mass is None else covariance * mass
@@ -295,7 +317,7 @@ def _covariance(x: Tensor, u: Tensor, v: Tensor, targets: Any) -> Tensor:
 
 def _third(x: Tensor, g: Tensor, u: Tensor, v: Tensor, targets: Any) -> Tensor:
     """The third derivative of g·ℓ along u and v, shaped like ``x``."""
-    p = torch.softmax(x, -1, dtype=_wide(x))
+    p = _softmax(x)
     third = p * _deviation(p, _deviation(p, u) * _deviation(p, v))
     return (third * _scale(g, targets).unsqueeze(-1)).to(x.dtype)
 
@@ -330,10 +352,6 @@ def _blocks(x: Tensor) -> Iterator[tuple[slice, ...]]:
 def _dense(t: Tensor) -> Tensor:
     """``t``, where forward mode gives a symbolic zero, as zeros."""
     return t.new_zeros(()).expand(t.shape) if t._is_zerotensor() else t
-
-
-def _softmax(x: Tensor) -> Tensor:
-    return torch.softmax(x, -1, dtype=_wide(x))
 
 
 def _value(x: Tensor, targets: Any) -> Tensor:

@@ -28,9 +28,14 @@ from torch.nn import _reduction as _Reduction
 from sorder.func.cross_entropy import cross_entropy, logsumexp, serves
 from sorder.func.no_grad import NoGradStopsTangents
 
+# Logits from which on the memory that the closed forms save is worth the host's time for them, some milliseconds.
+LARGE = 1 << 20
+
 
 class WrittenOut(NoGradStopsTangents):
     """Within this mode losses and softmaxes are compositions of simpler operations, right everywhere.
+
+    The cross-entropy and the log-sum-exp of many logits are those of :mod:`sorder.func.cross_entropy`.
 
     It also is a :class:`sorder.func.no_grad.NoGradStopsTangents`.
 
@@ -232,8 +237,14 @@ def _softmax_of_wide_input(function: Any) -> Any:
 _cross_entropy_of_wide_input = _softmax_of_wide_input(F.cross_entropy)
 
 
-def _cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
-    return (cross_entropy if serves(*args, **kwargs) else _cross_entropy_of_wide_input)(*args, **kwargs)
+def _cross_entropy(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    closed = input.numel() >= LARGE and serves(input, target, *args, **kwargs)
+    return (cross_entropy if closed else _cross_entropy_of_wide_input)(input, target, *args, **kwargs)
+
+
+def _logsumexp(input: Tensor, dim: Any, keepdim: bool = False, **kwargs: Any) -> Tensor:
+    closed = input.numel() >= LARGE and not kwargs
+    return (logsumexp if closed else torch.logsumexp)(input, dim, keepdim, **kwargs)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -254,8 +265,8 @@ _LOSSES = {
     F.mse_loss: _mse_loss,
     F.huber_loss: _huber_loss,
     F.soft_margin_loss: _soft_margin_loss,
-    torch.logsumexp: logsumexp,
-    Tensor.logsumexp: logsumexp,
+    torch.logsumexp: _logsumexp,
+    Tensor.logsumexp: _logsumexp,
 }
 _ACTIVATIONS = {
     F.silu: _gated(torch.sigmoid),

@@ -23,6 +23,8 @@ _warned: set[str] = set()
 def register() -> None:
     """Make ``attn_implementation="sorder"`` known to transformers, for every model that takes an attention function.
 
+    (Those are nearly all of transformers 5, and most decoders of 4.53 and later.)
+
     Then ``AutoModelForCausalLM.from_config(config, attn_implementation="sorder")`` (or ``from_pretrained``, or
     ``model.set_attn_implementation("sorder")``) runs :func:`sorder.attention`: exact curvature products in linear
     memory. Causal, sliding-window, padding and packed masks stay descriptions and are never written out as Nq × Nk

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from sorder.ops.constants import constant
 from sorder.ops.mask import Mask
 from sorder.ops.row_ranges import mask_from_rows, padding_fields
 
@@ -60,7 +61,7 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedMask(Mask):
-    """A mask that transformers takes for one that needs no more preparation, as ``generate`` with a static cache does."""
+    """A mask that transformers takes for one that needs no more preparation, as a static cache asks for."""
 
     ndim: ClassVar[int] = 4
 
@@ -112,6 +113,8 @@ def mask(
     pattern = recognise(function)
     if pattern is not None and attention_mask is not None:
         pattern = pattern.meet(Pattern(padding=attention_mask))
+    if pattern is not None and pattern.documents is not None and _is_one(pattern.documents):
+        pattern = pattern._replace(documents=None, packed=False)  # a compiled model does not look at the positions
     simple = pattern is not None and not (pattern.packed and pattern.documents is None)
     if pattern is None or not simple or (pattern.documents is not None and (offset or q_length != kv_length)):
         return _evaluated(
@@ -145,6 +148,11 @@ def _padding(attention_mask: Tensor, kv_offset: int, kv_length: int) -> Tensor:
     return torch.nn.functional.pad(real, (0, kv_length - real.shape[-1]))
 
 
+def _is_one(documents: Tensor) -> bool:
+    known = constant(documents)
+    return known is not None and bool((known == known[:, :1]).all())
+
+
 def _chunk_ids(size: int, first: Tensor, q_offset: int, n_q: int, kv_offset: int, n_k: int) -> tuple[Tensor, Tensor]:
     def ids(offset: int, n: int) -> Tensor:
         return (torch.arange(offset, offset + n, device=first.device) - first[:, None]) // size
@@ -166,7 +174,7 @@ def _evaluated(
             rows = {"q_length": last - first, "q_offset": q_offset + first, "device": device}
         else:
             rows = {"cache_position": torch.arange(q_offset + first, q_offset + last, device=device)}
-        block = sdpa_mask(
+        block: Any = sdpa_mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=function,
             attention_mask=attention_mask, allow_is_causal_skip=False, **rows, **options,
         )  # fmt: skip
@@ -178,11 +186,8 @@ def _evaluated(
 
 def recognise(function: MaskFunction) -> Pattern | None:
     """The pattern of a mask function that transformers made; ``None`` for any other."""
-    code = getattr(function, "__code__", None)
-    kind = _kinds().get(code)
-    if kind is None:
-        return None
-    return kind(*(cell.cell_contents for cell in function.__closure__ or ()))
+    kind = _kinds().get(getattr(function, "__code__", None))
+    return None if kind is None else kind(*(cell.cell_contents for cell in function.__closure__ or ()))
 
 
 def _intersection(mask_functions: tuple[MaskFunction, ...]) -> Pattern | None:
@@ -202,7 +207,7 @@ def _remapped(mask_function: MaskFunction, position_ids: Tensor) -> Pattern | No
 
 
 @functools.cache
-def _kinds() -> dict[CodeType, Callable[..., Pattern | None]]:
+def _kinds() -> dict[CodeType | None, Callable[..., Pattern | None]]:
     """By the code of the function that a factory of transformers returns: what to make of its closure."""
     from transformers import masking_utils as hf
 
@@ -243,7 +248,7 @@ def _kinds() -> dict[CodeType, Callable[..., Pattern | None]]:
     }
     i, j = torch.arange(5)[:, None], torch.arange(5)
     zero = torch.zeros((), dtype=torch.long)
-    known: dict[CodeType, Callable[..., Pattern | None]] = {}
+    known: dict[CodeType | None, Callable[..., Pattern | None]] = {}
     for name, (arguments, meaning, pattern) in expected.items():
         factory = getattr(hf, name, None)  # absent in some versions
         if factory is None:

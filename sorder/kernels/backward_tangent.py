@@ -344,7 +344,9 @@ def backward_tangent(
     if dispatch.serves(q, k, v, bias, vis, spec, do, tq, tk, tv, to, tl_):
         from sorder.kernels.hopper.backward_tangent import backward_tangent as hopper_backward_tangent
 
-        return hopper_backward_tangent(q, k, v, o, lse, do, dl, tq, tk, tv, to, tl_, to_low, tdo, tdl, wanted, spec)
+        return hopper_backward_tangent(
+            q, k, v, o, lse, do, dl, tq, tk, tv, to, tl_, to_low, tdo, tdl, wanted, spec,  # type: ignore[arg-type]
+        )  # fmt: skip
     heads = launch.Heads(q, k)
     q, k, v, o, do, tq, tk, tv, to, to_low, tdo = heads.fold(q, k, v, o, do, tq, tk, tv, to, to_low, tdo)
     lse, dl, tl_, tdl = launch.row_vectors(lse, dl, tl_, tdl)

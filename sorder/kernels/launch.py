@@ -11,6 +11,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from sorder.kernels import autotune
 from sorder.kernels.ranges import row_intervals
 from sorder.kernels.scores import PLAIN, Score, dropout_threshold
 from sorder.kernels.spec import AttentionSpec
@@ -173,31 +174,44 @@ def run(
         grid: (tiles, heads) of another division into programs.
         constants: further compile-time arguments.
     """
-    (n_q, n_k), (d, dv) = lengths, widths
+    d, dv = widths
     q = arguments[0]
     over_keys = name.endswith("keys")
     absent = tuple(x is None for x in (*arguments, *score))
-    key = (name, widths, q.dtype, q.device, spec.precision, spec.softcap is None, absent)
-    config = _fitting.get(key) or settings(name, max(block(d), block(dv)), q.dtype)
-    while True:
+
+    def attempt(config: Config, lengths: tuple[int, int]) -> None:
+        n_q, n_k = lengths
+        ragged = {"RAGGED": n_q % config.rows != 0} if over_keys else {}
         if grid is not None:
             tiles, count = grid(config)
         elif over_keys:
             tiles, count = triton.cdiv(n_k, config.cols), heads.count // heads.group * constants["SPLITS"]
-            constants["RAGGED"] = n_q % config.rows != 0
         else:
             tiles, count = triton.cdiv(n_q, config.rows), heads.count
+        with torch.cuda.device_of(q):
+            what = score
+            if over_keys and score.start is not None:
+                what = row_intervals(heads, score, lengths, config.rows, config.cols)
+            kernel[heads.grid(tiles, count)](
+                *arguments, what.argument(), *heads.folded[1:], tiles, count, n_q, n_k, spec.scale,
+                D=d, DV=dv, BLOCK_D=block(d), BLOCK_DV=block(dv), ROWS=config.rows, COLS=config.cols,
+                CAUSAL=spec.causal, PRECISION=_dot_precision(q, spec), GROUP=heads.group, SOFTCAP=spec.softcap,
+                DROPOUT=dropout_threshold(spec.dropout), **ragged, **constants,
+                num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+
+    problem = (name, widths, str(q.dtype), spec.precision, spec.softcap is None, absent)
+    key = (q.device, *problem)
+    config = _fitting.get(key)
+    if config is None:
+        config = settings(name, max(block(d), block(dv)), q.dtype)
+        if autotune.enabled() and q.is_cuda and grid is None:
+            # Strides stay those of the whole problem, whose beginning is timed; its outputs are written again below.
+            short = (min(lengths[0], autotune.LENGTH), min(lengths[1], autotune.LENGTH))
+            config = autotune.tuned(problem, config, lambda c: attempt(c, short), q.device)
+    while True:
         try:
-            with torch.cuda.device_of(q):
-                if over_keys and score.start is not None:
-                    score = row_intervals(heads, score, lengths, config.rows, config.cols)
-                kernel[heads.grid(tiles, count)](
-                    *arguments, score.argument(), *heads.folded[1:], tiles, count, n_q, n_k, spec.scale,
-                    D=d, DV=dv, BLOCK_D=block(d), BLOCK_DV=block(dv), ROWS=config.rows, COLS=config.cols,
-                    CAUSAL=spec.causal, PRECISION=_dot_precision(q, spec), GROUP=heads.group, SOFTCAP=spec.softcap,
-                    DROPOUT=dropout_threshold(spec.dropout), **constants,
-                    num_warps=config.warps, num_stages=config.stages,
-                )  # fmt: skip
+            attempt(config, lengths)
         except OutOfResources:  # a GPU with less shared memory than the table was measured on
             smaller = config.smaller()
             if smaller is None:

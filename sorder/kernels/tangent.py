@@ -171,7 +171,7 @@ def tangent(
     if dispatch.serves(q, k, v, bias, vis, spec, tq, tk, tv):
         from sorder.kernels.hopper.tangent import tangent as hopper_tangent
 
-        return hopper_tangent(q, k, v, o, lse, tq, tk, tv, spec)
+        return hopper_tangent(q, k, v, o, lse, tq, tk, tv, spec)  # type: ignore[arg-type]
     heads = launch.Heads(q, k)
     q, k, v, o, tq, tk, tv = heads.fold(q, k, v, o, tq, tk, tv)
     (lse,) = launch.row_vectors(lse)

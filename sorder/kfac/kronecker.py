@@ -157,7 +157,7 @@ def mean_eigenvalue(factors: Factors) -> float:
     for entry in (factors.diagonals or {}).values():
         traces.append(corrected(entry, "diagonal").sum())
         count += entry["diagonal"].numel()
-    return sum(float(t) for t in traces) / max(1, count)
+    return torch.stack([t.to(traces[0].device) for t in traces]).sum().item() / count if traces else 0.0
 
 
 def solve(factors: Factors, v: Vector, damping: float) -> list[Tensor]:

@@ -60,8 +60,10 @@ class KFACPreconditioner:
             eigenbases. Default 1. "eigen" and "ekfac" follow a new λ without a new inverse.
         max_size: factors of more rows are kept as diagonals. Default 8192.
         least_damping: the factors' λ is no less than this multiple of the mean eigenvalue of K, whatever damping is
-            asked for. Factors of few rows know little of the directions of small curvature, which a small λ has CG
-            follow first: with about a thousand tokens a step 10 trained a small GPT better. Default 0.
+            asked for. Default 1. On minibatches Newton-CG's own λ falls towards zero, since the loss that it asks is
+            the batch's; conjugate gradients without a preconditioner stop before they come to directions of small
+            curvature, which differ from batch to batch, but behind (K + λ)⁻¹ they would begin there. 0 is for systems
+            that are to be solved accurately.
         factor_dtype, inverse_dtype: in which factors are summed, and factorised. Default: the parameters', float32 at
             least.
         seed: of labels and signs, which are functions of it and of the number of the update. Default 0.
@@ -96,7 +98,7 @@ class KFACPreconditioner:
         factor_interval: int = 1,
         inverse_interval: int = 1,
         max_size: int = 8192,
-        least_damping: float = 0.0,
+        least_damping: float = 1.0,
         factor_dtype: torch.dtype | None = None,
         inverse_dtype: torch.dtype | None = None,
         seed: int = 0,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sorder.kernels.mask import NOTHING, Visibility
 from sorder.kernels.spec import AttentionSpec, Precision
+from sorder.ops import nested
 from sorder.ops.functions import attend
 from sorder.ops.mask import Mask, Structure
 
@@ -59,6 +60,7 @@ def attention(
     Args:
         query: (..., Hq, Nq, d), floating point; any leading dimensions (batch, heads, …, or none) and strides. A unit
             stride along d saves a copy: heads may be transposed views of (..., N, H, d), slices of a fused projection.
+            Or all three are jagged nested tensors (B, H, Nᵢ, d), to first order and without masks.
         key: (..., Hk, Nk, d), of the same dtype; leading dimensions broadcast against the query's.
         value: (..., Hk, Nk, dv), of the same dtype; dv may differ from d. Widths up to 256.
         attn_mask: broadcastable to (..., Hq, Nq, Nk): boolean, True where a key is seen, or floating point of any
@@ -106,6 +108,15 @@ def attention(
     """
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, got {is_causal!r}")
+    if isinstance(query, Tensor) and query.is_nested:
+        whole = query
+        (query, key, value), mask = nested.packed(query, key, value, is_causal, (attn_mask, mask))
+        output, lse = attention(
+            query, key, value, None, dropout_p, False, scale, enable_gqa, mask=mask, softcap=softcap, sinks=sinks,
+            return_lse=True, precision=precision,
+        )  # fmt: skip
+        output = nested.unpacked(output, whole)
+        return (output, nested.unpacked(lse, whole, -1)) if return_lse else output
     query, key, value = _autocast(query, key, value)
     _check(query, key, value)
     if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:

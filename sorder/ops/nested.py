@@ -1,4 +1,8 @@
-"""Attention of jagged nested tensors: their documents packed one behind the other, told apart by ``cu_seqlens``."""
+"""Attention of jagged nested tensors: their documents packed one behind the other, told apart by ``cu_seqlens``.
+
+Nested tensors have first derivatives only: PyTorch differentiates none of their operations twice. For second-order
+products give :func:`sorder.attention_varlen` the packed values.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,7 @@ from torch import Tensor
 from sorder.ops.mask import Mask
 
 
-def packed(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, causal: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Mask]:
+def packed(query: Any, key: Any, value: Any, causal: bool, masks: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Mask]:
     """Dense tensors (H, N₁ + … + N_B, d), views of the nested ones (B, H, Nᵢ, d), and the mask of their documents.
 
     Raises:
@@ -20,8 +22,8 @@ def packed(
             mask besides.
         ValueError: key and value, or query and key, do not go together.
     """
-    if attn_mask is not None:
-        raise TypeError("attn_mask must be None for nested tensors")
+    if any(mask is not None for mask in masks):
+        raise TypeError("attn_mask and mask must be None for nested tensors; is_causal is supported")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not x.is_nested:
             raise TypeError(f"{name} must be nested like the others; got a dense tensor")
@@ -43,8 +45,7 @@ def packed(
     return (query.values(), key.values(), value.values()), mask
 
 
-def unpacked(output: Tensor, query: Tensor) -> Tensor:
-    """(…, N₁ + … + N_B, d) as a nested tensor of the query's lengths."""
-    values: Any = output.movedim(-2, 0)
-    nested = torch.nested.nested_tensor_from_jagged(values, query.offsets())
-    return nested.movedim(1, -2) if nested.dim() > 3 else nested
+def unpacked(output: Tensor, query: Any, dim: int = -2) -> Tensor:
+    """A dense tensor with N₁ + … + N_B rows along ``dim`` as a nested one of the query's lengths."""
+    nested = torch.nested.nested_tensor_from_jagged(output.movedim(dim, 0), query.offsets())
+    return nested.movedim(1, dim) if output.dim() > -dim else nested

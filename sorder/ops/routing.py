@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ContextDecorator, contextmanager
+from contextlib import ContextDecorator, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from sorder.func._user_warning import warn_user
-from sorder.ops import flex, nested
+from sorder.ops import flex
 from sorder.ops.attention import NotServedError, attention
 from sorder.ops.constants import constant
 from sorder.ops.mask import Mask
@@ -46,16 +46,15 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
     threads of the autograd engine inherit the context.
 
     Served are masks and biases of every shape, with their derivatives, grouped heads, dropout, and jagged nested
-    tensors. A mask that is the causal one is routed as ``is_causal=True``, and a ``key_padding_mask`` of
-    ``nn.MultiheadAttention`` is not combined with it to an Nq × Nk tensor. A block mask of ``flex_attention`` is
-    evaluated, a block of rows at a time; where every row sees one interval of keys it costs two numbers a row, else it
-    is held as a boolean Nq × Nk matrix.
+    tensors (to first order, beyond which PyTorch differentiates none of their operations). A causal mask is routed as
+    ``is_causal=True``, and a ``key_padding_mask`` of ``nn.MultiheadAttention`` is not combined with it to an Nq × Nk
+    tensor. A block mask of ``flex_attention`` is evaluated, a block of rows at a time; where every row sees one
+    interval of keys it costs two numbers a row, else it is held as a boolean Nq × Nk matrix.
 
-    What the operator does not serve (a ``score_mod`` of ``flex_attention``, widths beyond 256, layouts that are not
-    dense) runs as materialised attention: exact in every order of derivative, with Nq × Nk scores held for each head. It
-    warns once per reason. Not seen: attention written out by hand, ``need_weights=True`` (both exact already),
-    TorchScript, and what ``torch.compile`` has compiled (curvature products of :mod:`sorder.curvature` and the
-    optimizers run compiled models eagerly).
+    What the operator does not serve (a ``score_mod`` of ``flex_attention``, widths beyond 256) runs as materialised
+    attention: exact in every order of derivative, with Nq × Nk scores held for each head. It warns once per reason. Not
+    seen: attention written out by hand, ``need_weights=True`` (both exact already), TorchScript, and what
+    ``torch.compile`` has compiled (curvature products and optimizers run compiled models eagerly).
 
     Args:
         enabled: False lets calls inside pass as they are, within an outer context, too. Default True.
@@ -138,33 +137,25 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         if not self._enabled:
             return _SDPA(query, key, value, attn_mask, is_causal=is_causal, **options)
-        if query.is_nested or key.is_nested or value.is_nested:
-            return self._route_nested(query, key, value, attn_mask, is_causal, options)
-        if attn_mask is not None and not is_causal and _is_causal(attn_mask, query.shape[-2], key.shape[-2]):
+        nested = query.is_nested or key.is_nested or value.is_nested
+        if attn_mask is not None and not (is_causal or nested) and _is_causal(attn_mask, query, key):
             attn_mask, is_causal = None, True
         mask = None if real is None else Mask(**padding_fields(real))
         try:
             return attention(query, key, value, attn_mask, is_causal=is_causal, mask=mask, **options)
         except (NotImplementedError, TypeError, ValueError) as error:
             reason = self._refused(error)
+            if nested:
+                raise NotImplementedError(
+                    f"exact_attention: {reason}. Nested tensors are not materialised; pad them, or leave the call out "
+                    "by `with exact_attention(False)`"
+                ) from error
         if real is not None:
             attn_mask, is_causal = _with_padding(attn_mask, is_causal, real, query), False
         output = _materialised(query, key, value, attn_mask, is_causal=is_causal, **options)
         # Not before: where the input is at fault, SDPA's own error is the better one.
         _warn_once(reason, "scaled_dot_product_attention", query, key)
         return output
-
-    def _route_nested(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, is_causal: bool, options: dict[str, Any]
-    ) -> Tensor:
-        try:
-            tensors, mask = nested.packed(query, key, value, attn_mask, is_causal)
-            return nested.unpacked(attention(*tensors, mask=mask, **options), query)
-        except (NotImplementedError, TypeError, ValueError) as error:
-            raise NotImplementedError(
-                f"exact_attention: {self._refused(error)} Nested tensors are not materialised; pad them, or leave the "
-                "call out by `with exact_attention(False)`"
-            ) from error
 
     def _route_flex(self, query: Tensor, key: Tensor, *args: Any) -> Any:
         try:
@@ -212,7 +203,8 @@ def _flex(original: Callable[..., Any], _: None, *args: Any) -> Any:
     def call(*args: Any) -> Any:
         return original(*args)
 
-    with flex_module.setup_compilation_env() as backend:
+    environment = getattr(flex_module, "setup_compilation_env", None)  # not in every version
+    with nullcontext("eager") if environment is None else environment() as backend:
         return torch.compile(call, backend=backend, fullgraph=True)(*args)
 
 
@@ -266,11 +258,14 @@ _lookup = ReplacedName(F, "scaled_dot_product_attention", _attend)
 _engine = ReplacedName(torch.autograd, "_engine_run_backward", _run_backward)
 # flex_attention is a Python function that no mode sees. What it ends in is looked up when it is called, but reached
 # without a compiler only under a flag, and on a CPU only past a check that there is a backward.
-_flex_names = (
-    ReplacedName(flex_module, "flex_attention_hop", _flex),
-    ReplacedName(flex_module, "_validate_device", _flex_device),
-    ReplacedName(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", value=True),
-)
+_FLEX: dict[str, dict[str, Any]] = {
+    "flex_attention_hop": {"call": _flex},
+    "_validate_device": {"call": _flex_device},
+    "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": {"value": True},
+}
+_flex_names = [ReplacedName(flex_module, name, **new) for name, new in _FLEX.items() if hasattr(flex_module, name)]
+if len(_flex_names) < len(_FLEX):  # a version of PyTorch that is built otherwise: not routed
+    _flex_names.clear()
 _process = _Process()
 _backend_lock = threading.RLock()
 
@@ -303,8 +298,8 @@ _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 def _without_padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
     """Multi-head attention's keys that are no padding, (B, Nk), and its arguments without them, all by name.
 
-    Combined with a causal mask by PyTorch, padding would become an Nq × Nk tensor for every head. ``None`` and ``kwargs``
-    as they are where there is no padding, or it must stay: keys are appended, or weights returned.
+    Combined with a causal mask by PyTorch, padding would become an Nq × Nk tensor for every head. ``None``, and
+    ``kwargs`` as they are, where there is no padding, or it must stay: keys are appended, or weights returned.
     """
     given = _MULTI_HEAD.bind(*args, **kwargs).arguments
     padding = given.get("key_padding_mask")
@@ -330,8 +325,9 @@ def _with_padding(mask: Tensor | None, causal: bool, real: Tensor, query: Tensor
     return mask & shown if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
 
 
-def _is_causal(mask: Tensor, n_q: int, n_k: int) -> bool:
+def _is_causal(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     """Whether ``mask``, one for all heads and constant, hides exactly the keys after the query."""
+    n_q, n_k = query.shape[-2], key.shape[-2]
     unwrapped = constant(mask)
     if unwrapped is None:
         return False

@@ -69,7 +69,7 @@ class KFAC(Optimizer):
         max_step_norm: steps are shortened to this norm. Default None.
         weight_decay: decoupled: p ← (1 − lr·weight_decay)p. Default 0.
         estimator, samples, approximation, inverse, decay, max_size, least_damping, factor_dtype, inverse_dtype: of the
-            curvature; see :class:`sorder.KFACPreconditioner`.
+            curvature; see :class:`sorder.KFACPreconditioner`, but for the default of least_damping, 0.
         factor_interval, inverse_interval: steps from one update of the factors, and of the inverses, to the next.
             Default 1 and 1.
         maximize: maximise the loss. Default False.

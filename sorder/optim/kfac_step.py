@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sorder.curvature import CurvaturePoint
 from sorder.kfac import kronecker
+from sorder.kfac.inverses import LEAST_DAMPING
 from sorder.linalg.pytree import dot, wide_dtype
 from sorder.optim import damping as rules
 from sorder.optim import kfac_model
@@ -69,6 +70,8 @@ class StepInProgress:
         self.damping = options["damping"] or self._first_damping(along)
         kfac = optimizer._kfac_options()
         damping = kronecker.factor_damping(factors, kfac, self.damping)
+        # A λ that the factors would not see any more need not fall further, and to zero in the end.
+        self.least = LEAST_DAMPING * kronecker.mean_eigenvalue(factors)
         if kfac.inverse != "ekfac" and (number % options["inverse_interval"] == 0 or None in factors.inverse):
             factors = kronecker.inverted(factors, kfac, damping)
         sign = -1.0 if options["maximize"] and options["step_rule"] == "kl" else 1.0
@@ -147,7 +150,7 @@ class StepInProgress:
             matching = rules.matching_damping(change, predicted, (length * norm) ** 2, noise)
             raised = rules.raised_damping(self.damping, matching, search.length, self.gradient_norm, norm)
             damping = max(damping, raised)
-        return Trial(search.length, search.loss, ratio, min(damping, largest_factor(self.params)))
+        return Trial(search.length, search.loss, ratio, max(self.least, min(damping, largest_factor(self.params))))
 
     def _kl(self, gradient: list[Tensor], direction: list[Tensor], number: int, updated: bool) -> KFACStep:
         options = self.options

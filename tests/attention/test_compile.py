@@ -65,6 +65,17 @@ def error(got: Any, want: Any) -> float:
 # ---------------------------------------------------------------------- first order
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trains_in_one_graph_on_a_gpu(dtype: torch.dtype) -> None:
+    net, x = model().to("cuda", dtype), inputs().to("cuda", dtype)
+    parameters = list(net.parameters())
+    want = torch.autograd.grad(net(x).float().sin().sum(), parameters)
+    compiled = torch.compile(net, fullgraph=True)
+    got = torch.autograd.grad(compiled(x).float().sin().sum(), parameters)
+    assert error(got, want) <= (1e-5 if dtype is torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trains_in_one_graph(backend: str) -> None:
     net, x = model(), inputs()
@@ -240,7 +251,8 @@ def test_export(strict: bool) -> None:
     other = torch.randn(3, 9, 8).double()
     assert error([program.module()(other)], [net(other)]) <= BOUND
     parameters = dict(program.module().named_parameters())
-    got = torch.autograd.grad(functional_call(program.module(), parameters, (x,)).sin().sum(), list(parameters.values()))
+    output = functional_call(program.module(), parameters, (x,))
+    got = torch.autograd.grad(output.sin().sum(), list(parameters.values()))
     want = torch.autograd.grad(net(x).sin().sum(), list(net.parameters()))
     assert error(got, want) <= BOUND
 
@@ -261,21 +273,26 @@ def _view(x: Tensor, layout: str) -> Tensor:
     return x
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("width", [8, 6])
 @pytest.mark.parametrize("layout", ["contiguous", "heads last", "fused", "expanded", "odd width stride"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_fake_kernels_promise_what_the_operators_return(dtype: torch.dtype, layout: str, width: int) -> None:
-    q, k, v = (_view(torch.randn(2, 4, 9, d).to(dtype), layout) for d in (8, 8, width))
-    inputs = (q, k, v, torch.randn(1, 4, 9, 1).to(dtype))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fake_kernels_promise_what_the_operators_return(
+    device: str, dtype: torch.dtype, layout: str, width: int, bias: bool
+) -> None:
+    """On a GPU without a bias, PyTorch's fused kernels are among the operators."""
+    q, k, v = (_view(torch.randn(2, 4, 9, d).to(device, dtype), layout) for d in (8, 8, width))
+    inputs = (q, k, v, torch.randn(1, 4, 9, 1).to(device, dtype) if bias else None)
     visibility, spec = (None,) * 5, (0.3, True, None, 0.0, "ieee")
     operators = torch.ops.sorder
-    tangents = tuple(torch.randn_like(x) for x in inputs)
+    tangents = tuple(None if x is None else torch.randn_like(x) for x in inputs)
     first = (*inputs, *visibility)
     caches = (*first, *operators.attention_forward(*first, *spec))
     to, tl, *low = operators.attention_tangent(*caches, *tangents, *spec)
     moved = (to, tl, *(low or (None,)))
     calls = {("forward", ""): (*first, *spec), ("tangent", ""): (*caches, *tangents, *spec)}
-    for wanted in ("qkvb", "kv", "q"):
+    for wanted in ("qkvb" if bias else "qkv", "kv", "q"):
         calls["backward", wanted] = (*caches, torch.randn_like(to), None, wanted, *spec)
         calls["backward_tangent", wanted] = (*caches, to, tl, *tangents, *moved, to, None, wanted, *spec)
     for (name, _), arguments in calls.items():

@@ -68,7 +68,7 @@ FEATURES = {
         {"attn_mask": torch.zeros(NQ, NK).masked_fill(~(HOLES & BLIND), -torch.inf)}, {"visible": HOLES & BLIND}
     ),
     "additive mask, finite": Feature(
-        {"attn_mask": (~(HOLES & BLIND)).half() * torch.finfo(torch.float32).min}, {"visible": HOLES & BLIND}
+        {"attn_mask": (~(HOLES & BLIND)).float() * torch.finfo(torch.float32).min}, {"visible": HOLES & BLIND}
     ),
     "window": Feature({"mask": Mask(causal=True, window=(3, 0))}, {"visible": (keys <= rows) & (keys >= rows - 3)}),
     "two-sided window": Feature({"mask": Mask(window=(2, 4))}, {"visible": (keys <= rows + 4) & (keys >= rows - 2)}),

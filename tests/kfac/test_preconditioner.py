@@ -23,7 +23,8 @@ DAMPING = 0.03
 
 
 def fitted(net: nn.Module, closure: Any, **options: Any) -> KFACPreconditioner:
-    kfac = KFACPreconditioner(net, **options)
+    """With factors of the closure, and the damping that it is given."""
+    kfac = KFACPreconditioner(net, **{"least_damping": 0.0, **options})
     kfac.update_factors(closure)
     return kfac
 
@@ -228,7 +229,7 @@ def test_newton_cg_with_it_takes_fewer_iterations() -> None:
     for use in (False, True):
         torch.manual_seed(1)
         net = nn.Linear(20, 5).double()
-        kfac = KFACPreconditioner(net, estimator="type-2", inverse="eigen")
+        kfac = KFACPreconditioner(net, estimator="type-2", inverse="eigen", least_damping=0.0)
 
         def closure(net: nn.Module = net) -> Tensor:
             return F.cross_entropy(net(x), y)

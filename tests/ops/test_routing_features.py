@@ -153,9 +153,7 @@ MODULES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "mha, additive padding": lambda: _mha(key_padding_mask=torch.zeros(2, 6).double().masked_fill(PADDING, -torch.inf)),
     "mha, weights for padding": lambda: _mha(key_padding_mask=torch.zeros(2, 6).double().masked_fill(PADDING, -1.5)),
     "mha, causal and padding": lambda: _mha(attn_mask=CAUSAL, key_padding_mask=PADDING.double() * -1e9),
-    "mha, causal hint and padding": lambda: _mha(
-        attn_mask=CAUSAL < 0, key_padding_mask=PADDING, is_causal=True
-    ),
+    "mha, causal hint and padding": lambda: _mha(attn_mask=CAUSAL < 0, key_padding_mask=PADDING, is_causal=True),
     "mha, window": lambda: _mha(attn_mask=WINDOW),
     "mha, window and padding": lambda: _mha(attn_mask=WINDOW, key_padding_mask=PADDING),
     "mha, mask per head": lambda: _mha(attn_mask=torch.randn(4, 6, 6).double()),

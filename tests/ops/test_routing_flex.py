@@ -210,9 +210,12 @@ def test_a_compiled_function_runs_eagerly_in_a_product(calls: list[dict[str, Any
     def loss(f: Callable[[Tensor], Tensor]) -> Tensor:
         return f(x).sin().sum()
 
-    with sorder.exact_attention(), sorder.curvature.CurvaturePoint(
-        lambda: loss(lambda x: compiled(x, x.sin(), x, block_mask=mask)), [x], "hessian"
-    ) as point:
+    with (
+        sorder.exact_attention(),
+        sorder.curvature.CurvaturePoint(
+            lambda: loss(lambda x: compiled(x, x.sin(), x, block_mask=mask)), [x], "hessian"
+        ) as point,
+    ):
         (product,) = point.product([v])
     expected = jvp(grad(lambda x: materialised(x, x.sin(), x, shown).sin().sum()), (x.detach(),), (v,))[1]
     assert close(product, expected)

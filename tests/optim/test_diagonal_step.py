@@ -77,8 +77,11 @@ def test_it_is_the_foreach_update(
         diagonal_update.update(want_p, g, want_m, h, rule)
     for found, want in ((p, want_p), (m, want_m)):
         for a, b in zip(found, want, strict=True):
-            # A few roundings of float32, or one of the dtype that is stored.
-            spacing = max(8 * torch.finfo(torch.float32).eps, torch.finfo(b.dtype).eps if b.itemsize == 2 else 0.0)
+            # A few roundings of float32 (more on a GPU, whose foreach roots and quotients are rounded otherwise), or
+            # one of the dtype that is stored.
+            roundings = 128 if rule.power is not None and DEVICE == "cuda" else 8
+            stored = torch.finfo(b.dtype).eps if b.itemsize == 2 else 0.0
+            spacing = max(roundings * torch.finfo(torch.float32).eps, stored)
             torch.testing.assert_close(a, b, rtol=spacing, atol=spacing)
     assert relative_error([t.double() for t in p], start) > 0.01
 

@@ -237,7 +237,7 @@ def test_a_curvature_closure_has_factors_and_products_alone(rule: str) -> None:
     once, (x, y) = copy.deepcopy(net), data(1)
     few, labels = data(2, rows=5)
     optimizer = KFAC(net, step_rule=rule, damping=0.1, estimator="type-2", momentum=0.0, kl_bound=None)
-    kfac = KFACPreconditioner(once, estimator="type-2")
+    kfac = KFACPreconditioner(once, estimator="type-2", least_damping=0.0)
     kfac.update_factors(lambda: F.cross_entropy(once(few), labels))
     kfac.update(None, 0.1)
     for p in net.parameters():
@@ -274,7 +274,7 @@ def test_a_scaled_loss_has_the_same_iterates(scale: float) -> None:
 def test_the_divergence_of_a_step_is_bounded() -> None:
     net = model()
     optimizer = KFAC(net, step_rule="kl", kl_bound=1e-4, lr=0.5, damping=1e-3, momentum=0.0, estimator="type-2")
-    kfac = KFACPreconditioner(net, estimator="type-2")
+    kfac = KFACPreconditioner(net, estimator="type-2", least_damping=0.0)
     kfac.update_factors(closure_of(net))
     kfac.update(None, 1e-3)
     gradient = torch.autograd.grad(closure_of(net)(), list(net.parameters()))

@@ -199,8 +199,9 @@ def hopper_backward_tangent_keys_kernel(
 
 
 def key_gradients(
-    heads: launch.Heads, of: host.Descriptors, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
-    tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor, mu: torch.Tensor, tdo: torch.Tensor | None,
+    heads: launch.Heads, of: host.Descriptors, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    lse: torch.Tensor, do: torch.Tensor, tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor,
+    mu: torch.Tensor, tdo: torch.Tensor | None,
     delta: torch.Tensor, tdelta: torch.Tensor, spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """dK̇ and dV̇, folded, of folded matrices and contiguous row vectors."""

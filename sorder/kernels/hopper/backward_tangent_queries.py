@@ -141,8 +141,9 @@ def hopper_backward_tangent_queries_kernel(
 
 
 def query_gradient(
-    heads: launch.Heads, of: host.Descriptors, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
-    tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor, mu: torch.Tensor, tdo: torch.Tensor | None,
+    heads: launch.Heads, of: host.Descriptors, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    lse: torch.Tensor, do: torch.Tensor, tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor,
+    mu: torch.Tensor, tdo: torch.Tensor | None,
     delta: torch.Tensor, tdelta: torch.Tensor, spec: AttentionSpec,
 ) -> torch.Tensor:  # fmt: skip
     """dQ̇, folded, of folded matrices and contiguous row vectors."""
@@ -151,7 +152,8 @@ def query_gradient(
     width, config = host.block(q, v), host.settings(name, q, v)
     host.run(
         hopper_backward_tangent_queries_kernel, heads, config, q, k, spec,
-        (*of.matrices(config.rows, q, tq, do, tdo), *of.matrices(config.cols, k, tk, v, tv), lse, mu, delta, tdelta, dq, *heads.strides(dq)),
+        (*of.matrices(config.rows, q, tq, do, tdo), *of.matrices(config.cols, k, tk, v, tv),
+         lse, mu, delta, tdelta, dq, *heads.strides(dq)),
         WIDTH=q.shape[-1], D=width, DUAL=tdo is not None,
     )  # fmt: skip
     return dq

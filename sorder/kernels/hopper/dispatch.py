@@ -10,7 +10,7 @@ from sorder.kernels.mask import Visibility
 from sorder.kernels.spec import AttentionSpec
 
 _MAX_WIDTH = 128
-_MIN_SCORES = 2**26
+_MIN_SCORES = 2**28
 """Below this many scores the host's time rules, and the portable kernels are launched in less of it."""
 
 

@@ -151,7 +151,8 @@ def tangent(
     of = host.Descriptors(heads, width)
     host.run(
         hopper_tangent_kernel, heads, config, q, k, spec,
-        (*of.matrices(config.rows, q, tq), *of.matrices(config.cols, k, tk, v, tv), o, lse, to, low, tl, *heads.strides(o, to, low)),
+        (*of.matrices(config.rows, q, tq), *of.matrices(config.cols, k, tk, v, tv),
+         o, lse, to, low, tl, *heads.strides(o, to, low)),
         WIDTH=v.shape[-1], D=width,
     )  # fmt: skip
     return heads.unfold(to), tl, heads.unfold(low)
