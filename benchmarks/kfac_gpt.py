@@ -1,7 +1,9 @@
-"""K-FAC, Newton-CG with and without it, AdamW and Muon on a byte-level GPT: held-out loss against steps and seconds.
+r"""K-FAC, Newton-CG with and without it, AdamW and Muon on a byte-level GPT: held-out loss against steps and seconds.
 
     python benchmarks/kfac_gpt.py --minutes 5               # one H200: 10.6M parameters, 16 × 2,048 tokens a step
     python benchmarks/kfac_gpt.py --long --minutes 5        # one sequence of 32,768 tokens a step: time and memory, too
+    python benchmarks/kfac_gpt.py --device cpu --seconds 25 --minutes 10 --out benchmarks/results/kfac_gpt_cpu.json \
+        --shape '{"context": 64, "batch": 64, "curvature_batch": 64, "layers": 2, "width": 64, "heads": 4}'
     python benchmarks/kfac_gpt.py --smoke --out smoke.json  # any machine, only to see that it runs
 
 The hybrid (Newton-CG's exact products, K-FAC before them) runs for a share of the time, which sets the number of steps.
@@ -9,7 +11,8 @@ At equal tokens the other second-order optimizers take as many, and so do AdamW,
 ("kfac-kl", whose steps need no products) at every learning rate of a grid; at equal seconds these three run once more
 as long as the hybrid, with the grid's best rate and a quarter of it. Their rates (of "kfac-kl" the root of its bound,
 which makes the length of its steps) warm up and fall linearly to zero, in steps or in seconds. Step n sees the same
-windows of text in every run. Seconds are those of the steps, evaluation left out. Results are written after every run.
+windows of text in every run. Seconds are those of the steps, evaluation left out; on a CPU those that one thread
+computes, so that work beside it does not count. Results are written after every run.
 """
 
 from __future__ import annotations
@@ -169,14 +172,14 @@ class Run:
         return {
             "optimizer": self.name, "lr": self.rates[0], "steps": self.steps, "seconds": self.spent,
             "seconds_per_step": self.spent / max(1, self.steps), "peak_memory": peak if on_gpu else None,
-            "cg_iterations": self.iterations, "error": error, "cut_short": error is None and self.done < 1.0,
-            "curve": curve,
+            "cg_iterations": self.iterations, "error": error, "curve": curve,
         }  # fmt: skip
 
     def _now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter()
+            return time.perf_counter()
+        return time.process_time()
 
 
 class Comparison:
@@ -195,6 +198,7 @@ class Comparison:
     def run(self, name: str, role: str, lr: float | None = None, **limits: float) -> dict[str, Any]:
         """Trains; appends the curve to the results, and writes them."""
         run = {"role": role, **Run(name, self.text, self.args, lr, until=self.deadline, **limits).run()}
+        run["cut_short"] = run["steps"] < limits.get("steps", 0) < self.args.steps
         self.results["runs"].append(run)
         print(
             f"{name:<13} {role:<13} lr {run['lr']:<7g} {run['steps']:>5} steps of {run['seconds_per_step']:.3f} s, "
@@ -218,7 +222,7 @@ class Comparison:
         steps, seconds = float(args.steps), math.inf
         for name in args.optimizers:
             if name not in GRID:
-                share = args.seconds or SHARES[name] * self.wall
+                share = SHARES[name] * (args.seconds / SHARES["hybrid"] if args.seconds else self.wall)
                 found = self.run(name, "equal tokens", steps=steps, seconds=share)
                 if math.isinf(seconds):
                     steps, seconds = float(found["steps"]), found["seconds"]
@@ -232,9 +236,9 @@ class Comparison:
 
 
 def final(run: dict[str, Any]) -> float:
-    """Held-out nats per byte at the end; infinite where the run failed."""
+    """Held-out nats per byte at the end; infinite where the run failed, or had no time for its steps."""
     value = run["curve"][-1]["held_out"]
-    return value if run["error"] is None and math.isfinite(value) else math.inf
+    return value if run["error"] is None and not run["cut_short"] and math.isfinite(value) else math.inf
 
 
 def best_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -255,7 +259,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
             p for r in runs if r["optimizer"] == "adamw" for p in r["curve"] if p["held_out"] <= final(best)
         ]  # fmt: skip
         row = {
-            "held_out": final(best),
+            "held_out": final(best) if math.isfinite(final(best)) else None,
             **{k: best[k] for k in ("lr", "steps", "seconds", "seconds_per_step", "peak_memory", "cg_iterations")},
             "at_the_end_of_the_grid": len(rates) > 2 and best["lr"] in (min(rates), max(rates)),
             "adamw_there_after": None,
@@ -298,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--commit", help="recorded in the results; default: git's HEAD")
     parser.add_argument("--minutes", type=float, default=5.0, help="wall time; default 5")
     parser.add_argument("--steps", type=int, default=1_000_000, help="at most, for the hybrid; default: as time allows")
-    parser.add_argument("--seconds", type=float, help="of each second-order run; default: a share of --minutes")
+    parser.add_argument("--seconds", type=float, help="of the hybrid; default: a tenth of --minutes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shape", type=json.loads, default={}, help='as in \'{"context": 8192, "batch": 4}\'')
     parser.add_argument(
@@ -316,6 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     args.stride = 2 if args.long or args.smoke else 1
     if args.smoke:
         args.steps, args.minutes, args.seconds = 2, 2.0, args.seconds or 60.0
+    torch.set_num_threads(1)
     Comparison(args).all()
 
 
