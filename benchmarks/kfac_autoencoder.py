@@ -5,9 +5,9 @@
     python benchmarks/kfac_autoencoder.py --smoke --out smoke.json           # only to see that it runs
 
 First-order optimizers run over a grid of learning rates (and SGD over two momenta), Newton-CG, K-FAC and the hybrid of
-both lightly tuned on this very problem, each for the same share of the time. Step n sees the same images in every run. Seconds are those of
-the steps; on a CPU those that one thread computes, so that work beside it does not count. Results are written after
-every run.
+both with settings lightly tuned on this very problem, each for the same share of the time. Step n sees the same images
+in every run. Seconds are those of the steps; on a CPU those that one thread computes, so that work beside it does not
+count. Results are written after every run.
 """
 
 from __future__ import annotations
