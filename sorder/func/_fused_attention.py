@@ -12,6 +12,11 @@ def explained() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "Nested forward mode AD" in str(error):
+            raise NotImplementedError(
+                "PyTorch has no forward mode inside forward mode (jvp or linearize of a product that is itself one): "
+                "take the inner product with mode='reverse-over-reverse', or the outer derivative in reverse mode"
+            ) from error
         if "scaled_dot_product" not in str(error):
             raise
         raise NotImplementedError(

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sorder.func._arguments import Argnums
 from sorder.func.ggn import gauss_newton_product, swap_hint, through_loss_call
 from sorder.func.loss_call import LossCall, find_loss_call
+from sorder.func.random_state import with_the_same_draws
 
 
 def fvp(
@@ -57,6 +58,8 @@ def fvp(
 
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
+
+    loss_fn = with_the_same_draws(loss_fn)
 
     def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
         call = find_loss_call(loss_fn, outputs)

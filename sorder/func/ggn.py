@@ -14,7 +14,7 @@ from sorder.func._fused_attention import explained
 from sorder.func.hvp import hvp
 from sorder.func.loss_call import LossCall, find_loss_call
 from sorder.func.no_grad import NoGradStopsTangents
-from sorder.func.random_state import RandomState
+from sorder.func.random_state import RandomState, with_the_same_draws
 
 
 def ggnvp(
@@ -56,6 +56,8 @@ def ggnvp(
         tensor([[ 0.1966, -0.1966],
                 [ 0.3932, -0.3932]])
     """
+
+    loss_fn = with_the_same_draws(loss_fn)
 
     def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
         if find_loss_call(loss_fn, outputs) is not None:

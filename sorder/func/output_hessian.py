@@ -265,10 +265,15 @@ def _row_mass(
     seen = target != ignore_index
     if weight is None:
         mass = seen.to(dtype)
-        return (mass / _divisor(reduction, mass.sum())).unsqueeze(dim)
+        return (mass / _divisor(reduction, _or_one(mass.sum()))).unsqueeze(dim)
     own = torch.where(seen, weight[torch.where(seen, target, 0)], 0.0)
     mass = own * (1.0 - label_smoothing) + seen * (label_smoothing * weight.sum() / classes)
-    return (mass / _divisor(reduction, own.sum())).unsqueeze(dim)
+    return (mass / _divisor(reduction, _or_one(own.sum()))).unsqueeze(dim)
+
+
+def _or_one(total: Tensor) -> Tensor:
+    """``total``, or 1 where it is 0: rows of which none counts have no mass, rather than 0/0."""
+    return torch.where(total == 0, 1, total)
 
 
 def _mse_mass(input: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> Tensor:

@@ -69,6 +69,22 @@ class RandomState:
             present.restore()
 
 
+def with_the_same_draws(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose later calls draw the random numbers of its first, and leave the generators as they were."""
+    if not callable(function):  # somebody else says so
+        return function
+    first: list[RandomState] = []
+
+    def replayed(*args: Any) -> Any:
+        if first:
+            with first[0].replay():
+                return function(*args)
+        first.append(RandomState())
+        return function(*args)
+
+    return replayed
+
+
 def _everything() -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     yield random.setstate, (random.getstate(),)
     numpy = sys.modules.get("numpy")

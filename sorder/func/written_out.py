@@ -173,6 +173,8 @@ def _mse_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor:
+    if weight is not None and weight.shape != input.shape:
+        return F.mse_loss(input, target, size_average, reduce, reduction, weight)  # raises
     return _reduce((input - target).square(), size_average, reduce, reduction, weight)
 
 
@@ -185,7 +187,11 @@ def _huber_loss(
 ) -> Tensor:
     error = (input - target).abs()
     loss = torch.where(error <= delta, 0.5 * error.square(), delta * (error - 0.5 * delta))
-    return _reduce(loss, None, None, reduction, weight)
+    if weight is not None:
+        if weight.shape != input.shape:
+            return F.huber_loss(input, target, reduction, delta, weight)  # raises
+        loss = loss * weight
+    return _reduce(loss, None, None, reduction, None)  # unlike mse_loss, PyTorch's mean counts every entry once
 
 
 def _soft_margin_loss(

@@ -167,7 +167,7 @@ def solve(factors: Factors, v: Vector, damping: float) -> list[Tensor]:
         out = [t / damping if damping > 0.0 else t.clone() for t in v]
         for i, entry in (factors.diagonals or {}).items():
             d = corrected(entry, "diagonal")
-            out[i] = (v[i] / inverses.positive(d.view(1, 1, -1), damping).view_as(d)).to(v[i].dtype)
+            out[i] = (v[i] / inverses.positive(d.reshape(1, 1, -1), damping).reshape(d.shape)).to(v[i].dtype)
         for block, inverse, scale in zip(factors.blocks, factors.inverse, factors.scales, strict=True):
             if inverse is None:
                 continue

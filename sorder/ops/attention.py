@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Literal, SupportsFloat, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sorder.kernels.mask import NOTHING, Visibility
@@ -65,17 +64,20 @@ def attention(
         value: (..., Hk, Nk, dv), of the same dtype; dv may differ from d. Widths up to 256.
         attn_mask: broadcastable to (..., Hq, Nq, Nk): boolean, True where a key is seen, or floating point of any
             dtype, added to the scaled scores. An additive mask gets first and second derivatives, of its own shape and
-            dtype. −∞, or any value up to −10⁶ (such as a dtype's least number), hides a key. A mask with structure
+            dtype. −∞, or any value up to −10⁶ (such as the least number of any dtype but float16),
+            hides a key. A mask with structure
             is faster as ``mask``, which lets tiles be skipped.
         dropout_p: probability of dropping an entry of the softmax; the others are divided by 1 − p. Every derivative
-            of a call sees the mask of its forward pass, whose seed is drawn from the device's default generator
+            of a call sees the mask of its forward pass (but what ``torch.func.linearize`` returns draws anew, as with
+            F.dropout), whose seed is drawn from the device's default generator
             (:func:`torch.manual_seed`). Like SDPA, and unlike modules, it does not ask for a training mode. ``vmap``
             needs ``randomness="same"`` or ``"different"``, and loops.
         is_causal: query i sees the keys 0 … i (top-left alignment, PyTorch's; also for Nq ≠ Nk, where flash-attention
             aligns bottom-right: ``mask=sorder.Mask(causal=True, alignment="bottom_right")``).
         scale: factor of the scores; default 1/√d.
         enable_gqa: grouped-query attention: Hk divides Hq, and query head h uses key head h // (Hq / Hk). Keys and
-            values are not repeated in memory. A single key head broadcasts without it.
+            values are not repeated in memory (unless their own numbers of heads differ). A single key head broadcasts
+            without it.
         mask: :class:`sorder.Mask`: windows, padding, packed documents, prefixes, alignments, ALiBi.
         softcap: κ > 0 bounds the scaled scores as κ · tanh(scores / κ), before masks and biases (Gemma 2, Gemma Team
             2024, arXiv:2408.00118).
@@ -300,12 +302,15 @@ def _with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Ten
     if sinks.shape != lse.shape[-2:-1]:
         heads = "no heads" if lse.dim() < 2 else f"{lse.shape[-2]} heads"
         raise ValueError(f"sinks must have shape (heads,); got {tuple(sinks.shape)} for a query of {heads}")
-    difference = sinks.to(lse.dtype)[:, None] - lse
-    share = torch.sigmoid(-difference)
+    sink = sinks.to(lse.dtype)[:, None]
+    absent, blind = sink == -torch.inf, lse == -torch.inf
+    # Where one is −∞ the other is the result; finite numbers stand in for both, so that derivatives exist.
+    finite_sink, finite_lse = sink.masked_fill(absent, 0.0), lse.masked_fill(blind, 0.0)
+    share = torch.sigmoid(finite_lse - finite_sink).masked_fill(absent, 1.0).masked_fill(blind, 0.0)
     if output.dtype != torch.float64:
         share = share.float()
-    # log(exp L + exp sink), in a form whose derivatives exist where L = −∞
-    return (output * share[..., None]).to(output.dtype), sinks.to(lse.dtype)[:, None] - F.logsigmoid(difference)
+    both = torch.where(blind, sink, torch.logaddexp(finite_lse, finite_sink))
+    return (output * share[..., None]).to(output.dtype), torch.where(absent, lse, both)
 
 
 def _type(x: Any) -> str:

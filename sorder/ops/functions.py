@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
+from sorder.kernels.mask import Visibility
 from sorder.ops import maps
 from sorder.ops.batching import batched, legacy_rule
 
@@ -89,8 +90,23 @@ def _mapped(function: type[Function], info: Any, in_dims: tuple[Any, ...], args:
     return out, tuple(None if x is None else 0 for x in out)
 
 
+def _keep(ctx: Any, vis: Visibility | None) -> None:
+    """Notes what is visible, and in which version: autograd watches differentiable inputs only."""
+    ctx.vis = vis
+    ctx.versions = None if vis is None else _versions(vis)
+
+
+def _versions(vis: Visibility) -> list[int | None]:
+    return [None if x is None or x.is_inference() else x._version for x in vis]
+
+
 def _caches(ctx: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
     """(q, k, v, bias, vis, o, lse, …) of the saved tensors."""
+    if ctx.vis is not None and ctx.versions != _versions(ctx.vis):
+        raise RuntimeError(
+            "a mask of sorder.attention (attn_mask, or a tensor of mask=sorder.Mask) was modified in place between the "
+            "forward pass and a derivative of it; give the call a clone"
+        )
     return *saved[:4], ctx.vis, *saved[4:]
 
 
@@ -105,7 +121,8 @@ class Attention(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, bias, ctx.vis, ctx.spec = inputs
+        q, k, v, bias, vis, ctx.spec = inputs
+        _keep(ctx, vis)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, bias, *output)
         ctx.save_for_forward(q, k, v, bias, *output)
@@ -140,7 +157,8 @@ class AttentionTangent(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *inputs4, ctx.vis = inputs[:5]
+        *inputs4, vis = inputs[:5]
+        _keep(ctx, vis)
         ctx.spec = inputs[-1]
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs4, *inputs[5:11], *output)
@@ -177,7 +195,8 @@ class AttentionBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *first, ctx.vis, o, lse, _, do, dl, ctx.wanted, ctx.spec = inputs
+        *first, vis, o, lse, _, do, dl, ctx.wanted, ctx.spec = inputs
+        _keep(ctx, vis)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*first, o, lse, do, dl)
         ctx.save_for_forward(*first, o, lse, do, dl)
@@ -217,7 +236,8 @@ class AttentionBackwardTangent(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *first, ctx.vis, o, lse, do, dl = inputs[:9]
+        *first, vis, o, lse, do, dl = inputs[:9]
+        _keep(ctx, vis)
         ctx.wanted, ctx.spec = inputs[-2:]
         ctx.set_materialize_grads(False)
         ctx.present = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]

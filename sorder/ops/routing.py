@@ -52,8 +52,11 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
     interval of keys it costs two numbers a row, else it is held as a boolean Nq × Nk matrix.
 
     What the operator does not serve (a ``score_mod`` of ``flex_attention``, widths beyond 256) runs as materialised
-    attention: exact in every order of derivative, with Nq × Nk scores held for each head. It warns once per reason. Not
-    seen: attention written out by hand, ``need_weights=True`` (both exact already), TorchScript, and what
+    attention: exact in every order of derivative, with Nq × Nk scores held for each head. It warns once per reason.
+    (Tensors that a ``score_mod`` captures have first derivatives by ``torch.autograd`` only: PyTorch's indexing inside
+    it refuses ``torch.func`` and a second derivative, with an error.)
+
+    Not seen: attention written out by hand, ``need_weights=True`` (both exact already), TorchScript, and what
     ``torch.compile`` has compiled (curvature products and optimizers run compiled models eagerly).
 
     Args:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sorder.func import hvp
+from sorder.func import hvp, value_grad_hvp
 from sorder.func.written_out import WrittenOut
 from tests.cases import relative_error
 
@@ -106,3 +106,30 @@ def test_norms_keep_dtype_and_compute_in_float32(dtype: torch.dtype) -> None:
         got = F.layer_norm(x, (64,))
     assert got.dtype == want.dtype
     assert relative_error(got, want) < 1e-2
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_weighted_huber_loss(reduction: str) -> None:
+    """PyTorch's weighted mean is over the entries for huber_loss, over the weights for mse_loss."""
+    x, weight = torch.randn(2, 4, 4).double(), target.exp()
+    for loss in (F.huber_loss, F.mse_loss):
+        f = lambda x: loss(x, target, reduction=reduction, weight=weight).sum()  # noqa: B023, E731
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+        (product,) = torch.autograd.grad(gradient, leaf, x)
+        value, slope, curvature = value_grad_hvp(f, (x,), x, argnums=0)
+        for got, want in ((value, f(x)), (slope, gradient), (curvature, product)):
+            assert relative_error(got, want) < 1e-13
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.huber_loss])
+def test_weights_of_another_shape_are_refused_as_by_pytorch(loss: Callable[..., Tensor]) -> None:
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="same size"):
+        hvp(lambda x: loss(x, torch.zeros(4, 3), weight=torch.ones(3)), (x,), x, argnums=0)
+
+
+def test_linearize_of_a_product_says_what_to_do() -> None:
+    x = torch.randn(3)
+    with pytest.raises(NotImplementedError, match="mode='reverse-over-reverse'"):
+        torch.func.linearize(lambda x: hvp(lambda x: x.pow(4).sum(), (x,), x, argnums=0), x)

@@ -311,3 +311,20 @@ def test_the_factors_have_a_damping_of_their_own(inverse: str) -> None:
         exact.update(None, want)
         assert kfac.damping == pytest.approx(want, rel=1e-9)
         assert relative_error(kfac(v), exact(v)) < 1e-9
+
+
+def test_a_diagonal_block_of_a_transposed_parameter() -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight.T @ x[0])[None]
+
+    model, x = Transposed(), torch.randn(1, 4)
+    preconditioner = KFACPreconditioner(model, inverse="eigen")
+    preconditioner.update_factors(lambda: F.cross_entropy(model(x), torch.tensor([1])))
+    preconditioner.update(None, 0.1)
+    (solved,) = preconditioner([torch.ones(4, 3)])
+    assert solved.shape == (4, 3) and (solved > 0).all() and (solved <= 10).all()
