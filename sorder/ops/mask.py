@@ -15,6 +15,13 @@ from sorder.ops import ranges
 
 _CACHED = 8
 """Problems (shapes, device) that a mask remembers its row ranges for."""
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
+_FAR = 2**62
+"""A window's side beyond which positions would overflow."""
+_LOOKS = (
+    "sorder.Mask(documents=...) looks at whether the ids are in contiguous runs, which breaks the graph. For one graph "
+    "give cu_seqlens, which nothing looks at, or the boolean matrix, attn_mask=query_ids[:, None] == key_ids"
+)
 
 
 class Structure(NamedTuple):
@@ -32,9 +39,12 @@ class Mask:
     All that is given must agree (intersection). Query row i stands at key position ``p = i + offset``, where
     ``alignment`` gives the offset. What comes out as one interval of keys per row costs two integers a row, and tiles
     outside the intervals cost nothing; ids of documents that are not contiguous, and a ``key_padding`` with holes,
-    cost a boolean matrix or row besides. A row that sees nothing gives zeros, in value and in every derivative. A mask
-    may be kept and used for any shapes; it remembers the ranges of the last few. "Per batch" below: an integer, or an
-    integer tensor (B,) (or (B, H), …) of the leading dimensions of the query. Without arguments all is visible.
+    cost a boolean matrix or row besides. A row that sees nothing gives zeros, in value and in every derivative.
+
+    A mask may be kept and used for any shapes; it remembers the ranges of the last few. Its tensors count as they are
+    when attention is called: changing one later changes the next call, but no derivative of this one. Integer tensors
+    may have any dtype but uint64. "Per batch" below: an integer, or an integer tensor (B,) (or (B, H), …) of the
+    leading dimensions of the query. Without arguments all is visible.
 
     Args:
         causal: keys j ≤ p.
@@ -50,11 +60,16 @@ class Mask:
             opposite).
         documents: integer ids (N,) or (B, N), or a pair (query ids, key ids): a query sees the keys with its id. For
             ids in contiguous runs, which is looked up once (on a GPU by one synchronisation), this costs no matrix.
+            Looking breaks the graph of ``torch.compile``, which ``cu_seqlens`` does not.
         cu_seqlens: boundaries of packed documents, integers (D + 1,) from 0 to N as flash-attention takes them, or a
             pair (query, key). Never looked at by the host.
         ranges: (start, stop), integers broadcastable to the query's (..., Nq): row i sees start ≤ j < stop.
         alibi: slopes, (H,) or (B, H): adds slope · (j − p) to the scores (Press et al. 2022, arXiv:2108.12409). For
             causal masks this is flash-attention's −slope · |p − j|. Constants: learn a bias through ``attn_mask``.
+            The kernels count from the row's number i and add what p − i makes of it to the log-sum-exp afterwards.
+            With an offset, float32 and shorter inputs lose digits by that: up to about 1e-7 · slope · |p − i| of the
+            output (measured for one query at slope 1/2: 1e-4 behind 10⁴ keys, 6e-3 behind 10⁶). Float64 hardly does;
+            a bias ``attn_mask`` = slope · (j − p) does not.
 
     Raises:
         TypeError, ValueError: (by the call of attention) naming the field that does not fit.
@@ -78,6 +93,14 @@ class Mask:
     ranges: tuple[Tensor, Tensor] | None = None
     alibi: Tensor | None = None
     _remembered: dict[Any, Structure] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, list):  # which might change behind what is remembered
+            object.__setattr__(self, "window", tuple(self.window))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, whose tensors count their versions anew: without what is remembered by version."""
+        return {**self.__dict__, "_remembered": {}}
 
     def to(self, device: torch.device | str) -> Mask:
         """A mask with its tensors on ``device``."""
@@ -122,7 +145,9 @@ def _may_be_remembered(tensors: list[Tensor], device: torch.device) -> bool:
         return False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
-    return not any(torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_inference() for x in tensors)
+    return not any(
+        torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_inference() or x.requires_grad for x in tensors
+    )
 
 
 def _structure(
@@ -134,19 +159,19 @@ def _structure(
     offset = _offset(mask, documents, lead, n_q, n_k)
     unshifted = isinstance(offset, int) and offset == 0
     position = rows + offset
-    start, stop = _ends(mask, documents, position, lead, device)
+    start, stop = _ends(mask, documents, position, lead)
     top_left = mask.causal and unshifted and mask.prefix is None
     if causal and not top_left:
         stop.append(rows + 1)
     if mask.key_padding is not None:
-        real = _over_batch(mask.key_padding, lead, "key_padding", n_k)
+        real = _over_batch(mask.key_padding, lead, "key_padding", n_k).clone()  # of the caller, who may change it
         for ends, end in zip((start, stop), ranges.of_padding(real), strict=True):
             ends.append(end[..., None])
         padded = real[..., None, :]
         shown = padded if shown is None else shown & padded
     slopes = shift = None
     if mask.alibi is not None:
-        slopes = _expanded(mask.alibi.to(torch.float64 if wide else torch.float32), lead, "alibi")
+        slopes = _expanded(mask.alibi.to(torch.float64 if wide else torch.float32, copy=True), lead, "alibi")
         if not unshifted:
             exact = slopes if device.type == "mps" else slopes.double()
             shift = exact[..., None] * (rows - position)
@@ -155,17 +180,18 @@ def _structure(
     if not is_causal and (start or stop):  # alone, it is the kernels' own arithmetic
         low, high = _extreme(torch.maximum, start, 0), _extreme(torch.minimum, stop, n_k)
         first, last = ranges.intersected(low, high, n_q, n_k, device)
-        first, last = (_expanded(x, torch.Size((*lead, n_q)), "ranges") for x in (first, last))
+        first, last = (x.expand(*lead, n_q) for x in (first, last))
     if shown is not None:
-        shown = _expanded(shown, torch.Size((*lead, n_q, n_k)), "documents and key_padding")
+        shown = shown.expand(*lead, n_q, n_k)
     present = first is not None or shown is not None or slopes is not None
     return Structure(is_causal, Visibility(first, last, shown, slopes) if present else None, shift)
 
 
 def _ends(
-    mask: Mask, documents: ranges.Documents | None, position: Tensor, lead: torch.Size, device: torch.device
+    mask: Mask, documents: ranges.Documents | None, position: Tensor, lead: torch.Size
 ) -> tuple[list[Tensor | int], list[Tensor | int]]:
     """Lower and upper ends of the keys that rows at ``position`` see; all apply."""
+    device = position.device
     start: list[Tensor | int] = []
     stop: list[Tensor | int] = []
     if documents is not None:
@@ -173,19 +199,22 @@ def _ends(
         stop.append(documents.key_stop)
     if mask.causal:
         last = position + 1
-        stop.append(last if mask.prefix is None else torch.maximum(last, _per_batch(mask.prefix, lead, device)))
+        if mask.prefix is not None:
+            last = torch.maximum(last, _per_batch(mask.prefix, lead, device, "prefix"))
+        stop.append(last)
     left, right = mask.window or (None, None)
     if left is not None:
-        start.append(position - left)
+        start.append(position - min(left, _FAR))
     if right is not None:
-        stop.append(position + right + 1)
+        stop.append(position + min(right, _FAR) + 1)
     if mask.key_start is not None:
-        start.append(_per_batch(mask.key_start, lead, device))
+        start.append(_per_batch(mask.key_start, lead, device, "key_start"))
     if mask.key_stop is not None:
-        stop.append(_per_batch(mask.key_stop, lead, device))
+        stop.append(_per_batch(mask.key_stop, lead, device, "key_stop"))
     if mask.ranges is not None:
-        start.append(mask.ranges[0])
-        stop.append(mask.ranges[1])
+        for ends, end in zip((start, stop), mask.ranges, strict=True):
+            _expanded(end, torch.Size((*lead, position.shape[-1])), "ranges")  # or refused
+            ends.append(end.long())
     return start, stop
 
 
@@ -205,22 +234,34 @@ def _documents(mask: Mask, lead: torch.Size, n_q: int, n_k: int) -> tuple[ranges
         return ranges.of_cu_seqlens(cu_q, cu_k, n_q), None
     if mask.documents is None:
         return None, None
-    ids_q, ids_k = (_over_batch(x, lead, "documents") for x in _pair(mask.documents))
+    ids_q, ids_k = (_over_batch(x, lead, "documents").long() for x in _pair(mask.documents))
     for name, ids, n in (("query", ids_q, n_q), ("key", ids_k, n_k)):
         if ids.shape[-1] != n:
             raise ValueError(f"mask.documents must hold an id for each of the {n} {name} rows, got {ids.shape[-1]}")
+    by_id = _documents_by_id
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(msg=_LOOKS)
+        by_id = _documents_by_id_eagerly
+    documents, intervals = by_id(ids_q, ids_k)
+    return documents, None if intervals else ids_q[..., :, None] == ids_k[..., None, :]
+
+
+def _documents_by_id(ids_q: Tensor, ids_k: Tensor) -> tuple[ranges.Documents, bool]:
+    """Each row's document, and whether the keys of every document are an interval."""
     documents, unbroken = ranges.of_ids(ids_q, ids_k)
     mapped = torch._C._functorch.is_functorch_wrapped_tensor(unbroken)  # what cannot be looked at
-    if not mapped and (unbroken.is_meta or bool(unbroken)):
-        return documents, None
-    return documents, ids_q[..., :, None] == ids_k[..., None, :]
+    return documents, not mapped and (unbroken.is_meta or bool(unbroken))
+
+
+# Only for compiled callers: the first call loads the compiler, which takes seconds.
+_documents_by_id_eagerly = torch._disable_dynamo(_documents_by_id)
 
 
 def _offset(mask: Mask, documents: ranges.Documents | None, lead: torch.Size, n_q: int, n_k: int) -> int | Tensor:
     """Key position minus row, per row where documents differ."""
     if not isinstance(mask.alignment, str):
         x = mask.alignment
-        return x if isinstance(x, int) else _per_batch(x, lead, x.device)
+        return x if isinstance(x, int) else _per_batch(x, lead, x.device, "alignment")
     if documents is None:
         return n_k - n_q if mask.alignment == "bottom_right" else 0
     if mask.alignment == "bottom_right":
@@ -234,23 +275,31 @@ def _pair(x: Any) -> tuple[Tensor, Tensor]:
 
 def _over_batch(x: Tensor, lead: torch.Size, name: str, length: int | None = None) -> Tensor:
     """(B, …, N) with dimensions of size 1 for the leading ones of the query that it does not have."""
-    if x.dim() - 1 > len(lead) or (length is not None and x.shape[-1] != length):
+    if x.dim() < 1 or not _leads(x.shape[:-1], lead) or (length is not None and x.shape[-1] != length):
         wanted = "N" if length is None else str(length)
-        raise ValueError(f"mask.{name} must have shape (batch…, {wanted}), got {tuple(x.shape)}")
+        raise ValueError(
+            f"mask.{name} must have shape (batch…, {wanted}), where batch… are the query's leading dimensions "
+            f"{tuple(lead)}, the first of them, or none; got {tuple(x.shape)}"
+        )
     if x.dim() == 1:
         return x
     return x.reshape(*x.shape[:-1], *(1,) * (len(lead) - x.dim() + 1), x.shape[-1])
 
 
-def _per_batch(x: int | Tensor, lead: torch.Size, device: torch.device) -> Tensor:
-    """One number per batch as (B, …, 1), to broadcast against rows."""
-    x = torch.as_tensor(x, device=device)
-    if x.dim() > len(lead):
+def _per_batch(x: int | Tensor, lead: torch.Size, device: torch.device, name: str) -> Tensor:
+    """One number per batch as int64 (B, …, 1), to broadcast against rows."""
+    x = torch.as_tensor(x, device=device).long()
+    if not _leads(x.shape, lead):
         raise ValueError(
-            f"a number per batch in a mask must have the query's leading dimensions {tuple(lead)} or the first of "
+            f"mask.{name}, a number per batch, must have the query's leading dimensions {tuple(lead)} or the first of "
             f"them, got shape {tuple(x.shape)}"
         )
     return x.reshape(*x.shape, *(1,) * (len(lead) - x.dim() + 1))
+
+
+def _leads(shape: torch.Size, lead: torch.Size) -> bool:
+    """Whether ``shape`` broadcasts to as many of the first dimensions of ``lead``."""
+    return len(shape) <= len(lead) and all(n in (1, m) for n, m in zip(shape, lead, strict=False))
 
 
 def _expanded(x: Tensor, shape: torch.Size, name: str) -> Tensor:
@@ -261,6 +310,8 @@ def _expanded(x: Tensor, shape: torch.Size, name: str) -> Tensor:
 
 
 def _check(mask: Mask, device: torch.device) -> None:
+    if not isinstance(mask.causal, bool):
+        raise TypeError(f"mask.causal must be True or False, got {mask.causal!r}")
     for name in ("prefix", "key_start", "key_stop", "alignment"):
         x = getattr(mask, name)
         words = name == "alignment" and isinstance(x, str) and x in ("top_left", "bottom_right")
@@ -327,5 +378,5 @@ def _is_differentiated(x: Tensor) -> bool:
 
 def _is_integral(x: object) -> bool:
     if isinstance(x, Tensor):
-        return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+        return x.dtype in _INTEGERS
     return isinstance(x, int) and not isinstance(x, bool)

@@ -20,10 +20,14 @@ class Documents(NamedTuple):
 def of_cu_seqlens(cu_q: Tensor, cu_k: Tensor, n_q: int) -> Documents:
     """Documents with boundaries ``cu`` (D + 1), ascending from 0; rows behind the last one see nothing."""
     rows = torch.arange(n_q, device=cu_q.device)
-    document = torch.searchsorted(cu_q[1:].contiguous(), rows.to(cu_q.dtype), right=True)
+    if cu_q.shape[0] == 1:
+        nothing = torch.zeros_like(rows)
+        return Documents(nothing, nothing, nothing, nothing)
+    cu_q, cu_k = cu_q.long(), cu_k.long()
+    document = torch.searchsorted(cu_q[1:].contiguous(), rows, right=True)
     inside = document < cu_q.shape[0] - 1
-    document = document.clamp(max=max(cu_q.shape[0] - 2, 0))
-    q_start, q_stop, k_start, k_stop = (x.long()[document] for x in (cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]))
+    document = document.clamp(max=cu_q.shape[0] - 2)
+    q_start, q_stop, k_start, k_stop = (x[document] for x in (cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]))
     return Documents(q_start, q_stop, k_start, torch.where(inside, k_stop, k_start))
 
 

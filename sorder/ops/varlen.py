@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from sorder.kernels.spec import Precision
 from sorder.ops.attention import attention
 from sorder.ops.mask import Mask
 
-_latest: tuple[Any, ...] = ()
-"""The last mask and what it was made of: the layers of a model mostly ask for the same."""
+_latest: tuple[tuple[Any, ...], Mask] | None = None
+"""What the last mask was made of, and the mask: the layers of a model mostly ask for the same."""
 
 
 @overload
@@ -48,7 +49,8 @@ def attention_varlen(
         causal: the last query of a document sees its last key, the one before it one fewer (bottom-right alignment,
             as in flash-attention; PyTorch's ``is_causal`` is top-left. They agree for equal lengths).
         window: (left, right) of keys around a query's position; ``None`` for a side without limit.
-        enable_gqa: False refuses Hk < Hq. Default True, as in flash-attention.
+        enable_gqa: False refuses 1 < Hk < Hq; a single key head serves all queries either way. Default True, as in
+            flash-attention.
         softcap, scale, dropout_p, sinks, return_lse, precision: see :func:`sorder.attention`.
         alibi: slopes (Hq,), see :class:`sorder.Mask`.
 
@@ -79,10 +81,12 @@ def attention_varlen(
 
 def _mask(cu_q: Tensor, cu_k: Tensor, causal: bool, window: Any, alibi: Tensor | None) -> Mask:
     global _latest
-    found = _latest
-    same = bool(found) and all(x is y for x, y in zip(found[:3], (cu_q, cu_k, alibi), strict=True))
-    if same and found[3:5] == (causal, window):
-        return found[5]
     mask = Mask(causal, "bottom_right", window, cu_seqlens=(cu_q, cu_k), alibi=alibi)
-    _latest = (cu_q, cu_k, alibi, causal, window, mask)
+    if torch.compiler.is_compiling():  # a tracer would compare once, and keep what is remembered as a constant
+        return mask
+    parts = (cu_q, cu_k, alibi, causal)
+    found = _latest
+    if found and all(x is y for x, y in zip(found[0], parts, strict=True)) and found[1].window == mask.window:
+        return found[1]
+    _latest = (parts, mask)
     return mask

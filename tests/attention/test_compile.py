@@ -144,6 +144,49 @@ def test_jagged_lengths_of_documents_may_change() -> None:
         assert error([compiled(q, torch.tensor(cu))], [loss(q, torch.tensor(cu))]) <= BOUND
 
 
+@pytest.mark.parametrize("how", ["varlen", "mask"])
+def test_boundaries_that_change_after_the_first_are_remembered(how: str) -> None:
+    def attend(q: Tensor, cu: Tensor) -> Tensor:
+        if how == "varlen":
+            return attention_varlen(q, q, q, cu, causal=True)
+        return sorder.attention(q, q, q, mask=Mask(causal=True, cu_seqlens=cu))
+
+    compiled = torch.compile(attend, backend="eager")
+    q, first, second = torch.randn(9, 9, 8).double(), torch.tensor([0, 4, 9]), torch.tensor([0, 6, 9])
+    attend(q, first)
+    for cu in (first, first, second, first):
+        assert error([compiled(q, cu)], [attend(q, cu.clone())]) <= BOUND
+
+
+def test_a_mask_from_outside_may_change() -> None:
+    masks = [Mask(key_stop=torch.tensor([9, 5])), Mask(key_stop=torch.tensor([2, 7]))]
+    q = torch.randn(2, 4, 9, 8).double()
+
+    def attend(q: Tensor, mask: Mask) -> Tensor:
+        return sorder.attention(q, q, q, mask=mask)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    for mask in (*masks, *masks):
+        assert error([compiled(q, mask)], [attend(q, mask)]) <= BOUND
+    masks[0].key_stop.fill_(3)  # type: ignore[union-attr]
+    assert error([compiled(q, masks[0])], [attend(q, Mask(key_stop=3))]) <= BOUND
+
+
+def test_ids_of_documents_break_the_graph_and_say_why() -> None:
+    q, ids = torch.randn(2, 4, 9, 8).double(), torch.tensor([3] * 4 + [1] * 5)
+
+    def attend(q: Tensor, ids: Tensor) -> Tensor:
+        return sorder.attention(q, q, q, mask=Mask(causal=True, documents=ids))
+
+    compiled = torch.compile(attend, backend="eager")
+    for order in (range(9), range(8, -1, -1), (0, 5, 1, 6, 2, 7, 3, 8, 4)):
+        x = ids[torch.tensor(list(order))]
+        assert error([compiled(q, x)], [attend(q, x)]) <= BOUND
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"sorder.Mask\(documents=.*give cu_seqlens"):
+        torch.compile(attend, backend="eager", fullgraph=True)(q, ids)
+
+
 # ---------------------------------------------------------------------- products
 
 MODES = ["forward-over-reverse", "reverse-over-reverse", "reverse-over-forward"]
