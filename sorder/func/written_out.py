@@ -165,6 +165,11 @@ def _reduce(
     return loss.sum() if reduction == "sum" else loss
 
 
+def _check_weight(weight: Tensor, input: Tensor) -> None:
+    if weight.shape != input.shape:
+        raise ValueError(f"weight and input must have the same size, got {tuple(weight.shape)}, {tuple(input.shape)}")
+
+
 def _mse_loss(
     input: Tensor,
     target: Tensor,
@@ -173,8 +178,8 @@ def _mse_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor:
-    if weight is not None and weight.shape != input.shape:
-        return F.mse_loss(input, target, size_average, reduce, reduction, weight)  # raises
+    if weight is not None:
+        _check_weight(weight, input)
     return _reduce((input - target).square(), size_average, reduce, reduction, weight)
 
 
@@ -188,8 +193,7 @@ def _huber_loss(
     error = (input - target).abs()
     loss = torch.where(error <= delta, 0.5 * error.square(), delta * (error - 0.5 * delta))
     if weight is not None:
-        if weight.shape != input.shape:
-            return F.huber_loss(input, target, reduction, delta, weight)  # raises
+        _check_weight(weight, input)
         loss = loss * weight
     return _reduce(loss, None, None, reduction, None)  # unlike mse_loss, PyTorch's mean counts every entry once
 

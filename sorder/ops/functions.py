@@ -104,8 +104,8 @@ def _caches(ctx: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
     """(q, k, v, bias, vis, o, lse, …) of the saved tensors."""
     if ctx.vis is not None and ctx.versions != _versions(ctx.vis):
         raise RuntimeError(
-            "the attn_mask of a call of sorder.attention was modified in place between its forward pass and a derivative "
-            "of it; give the call a clone"
+            "the attn_mask of a call of sorder.attention was modified in place between its forward pass and a "
+            "derivative of it; give the call a clone"
         )
     return *saved[:4], ctx.vis, *saved[4:]
 
