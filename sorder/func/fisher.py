@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sorder.func._arguments import Argnums
-from sorder.func.ggn import gauss_newton_product, swap_hint, through_loss_call
+from sorder.func.ggn import Loss, gauss_newton_product, swap_hint, through_loss_call
 from sorder.func.loss_call import LossCall, find_loss_call
-from sorder.func.random_state import with_the_same_draws
 
 
 def fvp(
@@ -59,9 +58,7 @@ def fvp(
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}")
 
-    loss_fn = with_the_same_draws(loss_fn)
-
-    def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
+    def output_map(loss_fn: Loss, checked: Loss, outputs: Any, moved: Any) -> Any:
         call = find_loss_call(loss_fn, outputs)
         if call is None:
             checked(outputs)  # an error of its own, or a result that is no scalar, says more
@@ -115,7 +112,7 @@ def empirical_fvp(
     if not isinstance(sample_dims, int) or isinstance(sample_dims, bool) or sample_dims < 1:
         raise ValueError(f"sample_dims must be an integer of at least 1, got {sample_dims!r}")
 
-    def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
+    def output_map(_: Loss, checked: Loss, outputs: Any, moved: Any) -> Any:
         shapes = {tuple(leaf.shape[:sample_dims]) for leaf in tree_leaves(outputs)}
         if len(shapes) != 1 or len(next(iter(shapes))) != sample_dims:
             raise ValueError(

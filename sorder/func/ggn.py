@@ -16,6 +16,8 @@ from sorder.func.loss_call import LossCall, find_loss_call
 from sorder.func.no_grad import NoGradStopsTangents
 from sorder.func.random_state import RandomState, with_the_same_draws
 
+Loss = Callable[[Any], Tensor]
+
 
 def ggnvp(
     model_fn: Callable[..., Any],
@@ -57,9 +59,7 @@ def ggnvp(
                 [ 0.3932, -0.3932]])
     """
 
-    loss_fn = with_the_same_draws(loss_fn)
-
-    def output_map(checked: Callable[[Any], Tensor], outputs: Any, moved: Any) -> Any:
+    def output_map(loss_fn: Loss, checked: Loss, outputs: Any, moved: Any) -> Any:
         if find_loss_call(loss_fn, outputs) is not None:
             return through_loss_call(loss_fn, outputs, moved, LossCall.hvp)
         return hvp(checked, (outputs,), moved, argnums=0)
@@ -74,11 +74,16 @@ def gauss_newton_product(
     tangents: Any,
     argnums: Argnums,
     has_aux: bool,
-    output_map: Callable[[Callable[[Any], Tensor], Any, Any], Any],
+    output_map: Callable[[Loss, Loss, Any, Any], Any],
 ) -> Any:
-    """Jᵀ B(J v), with B u = ``output_map(checked, outputs, u)``; ``checked`` is ``loss_fn``, its result checked."""
+    """Jᵀ B(J v), with B u = ``output_map(loss, checked, outputs, u)``.
+
+    ``loss`` is ``loss_fn``, every run of which draws the same random numbers, and ``checked`` is it with its result
+    checked.
+    """
     m = moving("model_fn", model_fn, primals, tangents, argnums)
     check_callable("loss_fn", loss_fn)
+    loss_fn = with_the_same_draws(loss_fn)
     leaves = torch.utils._pytree.tree_leaves((m.primals, primals))
     devices = {leaf.device for leaf in leaves if isinstance(leaf, Tensor)}
     before = RandomState(devices)
@@ -107,7 +112,7 @@ def gauss_newton_product(
     with explained():
         forward: Any = torch.func.jvp(model, m.primals, m.tangents, has_aux=has_aux)
     out, moved = forward[:2]
-    cotangent = output_map(checked, out, moved)
+    cotangent = output_map(loss_fn, checked, out, moved)
     del out, moved, forward  # the second pass has outputs of its own
     with before.replay():
         result: Any = torch.func.vjp(model, *m.primals, has_aux=has_aux)

@@ -88,13 +88,15 @@ def _channel_norm(
     input: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     x, dtype = _wide(input)
-    out = _normalize(x, dims, eps)
-    shape = (1, -1) + (1,) * (input.dim() - 2)
+    return _per_channel(_normalize(x, dims, eps), weight, bias).to(dtype)
+
+
+def _per_channel(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``x · weight + bias``, a number for each channel (dimension 1)."""
+    shape = (1, -1) + (1,) * (x.dim() - 2)
     if weight is not None:
-        out = out * weight.view(shape)
-    if bias is not None:
-        out = out + bias.view(shape)
-    return out.to(dtype)
+        x = x * weight.view(shape)
+    return x if bias is None else x + bias.view(shape)
 
 
 def _batch_norm(
@@ -121,12 +123,7 @@ def _group_norm(
     if channels % num_groups:
         return F.group_norm(input, num_groups, weight, bias, eps)  # raises
     out = _normalize(x.reshape(batch, num_groups, -1), (2,), eps).reshape(input.shape)
-    shape = (1, channels) + (1,) * (input.dim() - 2)
-    if weight is not None:
-        out = out * weight.view(shape)
-    if bias is not None:
-        out = out + bias.view(shape)
-    return out.to(dtype)
+    return _per_channel(out, weight, bias).to(dtype)
 
 
 def _instance_norm(
@@ -154,20 +151,22 @@ def _refuse_statistics(name: str, running: Tensor | None) -> None:
 
 
 def _reduce(
-    loss: Tensor, size_average: bool | None, reduce: bool | None, reduction: str, weight: Tensor | None
+    loss: Tensor, size_average: bool | None, reduce: bool | None, reduction: str, count: Tensor | None = None
 ) -> Tensor:
+    """``count``: what a mean divides by, if not the number of entries."""
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
-    if weight is not None:
-        loss = loss * weight
     if reduction == "mean":
-        return loss.mean() if weight is None else loss.sum() / weight.sum()
+        return loss.mean() if count is None else loss.sum() / count
     return loss.sum() if reduction == "sum" else loss
 
 
-def _check_weight(weight: Tensor, input: Tensor) -> None:
+def _weighted(loss: Tensor, weight: Tensor | None, input: Tensor) -> Tensor:
+    if weight is None:
+        return loss
     if weight.shape != input.shape:
         raise ValueError(f"weight and input must have the same size, got {tuple(weight.shape)}, {tuple(input.shape)}")
+    return loss * weight
 
 
 def _mse_loss(
@@ -178,9 +177,8 @@ def _mse_loss(
     reduction: str = "mean",
     weight: Tensor | None = None,
 ) -> Tensor:
-    if weight is not None:
-        _check_weight(weight, input)
-    return _reduce((input - target).square(), size_average, reduce, reduction, weight)
+    loss = _weighted((input - target).square(), weight, input)
+    return _reduce(loss, size_average, reduce, reduction, None if weight is None else weight.sum())
 
 
 def _huber_loss(
@@ -192,10 +190,8 @@ def _huber_loss(
 ) -> Tensor:
     error = (input - target).abs()
     loss = torch.where(error <= delta, 0.5 * error.square(), delta * (error - 0.5 * delta))
-    if weight is not None:
-        _check_weight(weight, input)
-        loss = loss * weight
-    return _reduce(loss, None, None, reduction, None)  # unlike mse_loss, PyTorch's mean counts every entry once
+    # Unlike mse_loss's, PyTorch's mean counts every entry once.
+    return _reduce(_weighted(loss, weight, input), None, None, reduction)
 
 
 def _soft_margin_loss(
@@ -205,7 +201,7 @@ def _soft_margin_loss(
     reduce: bool | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    return _reduce(F.softplus(-target * input), size_average, reduce, reduction, None)
+    return _reduce(F.softplus(-target * input), size_average, reduce, reduction)
 
 
 def _gated(gate: Any) -> Any:

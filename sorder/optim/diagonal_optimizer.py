@@ -20,7 +20,7 @@ from sorder.optim.attention_routing import routed_attention
 from sorder.optim.diagonal_update import Rule
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_parameters, check_state_dict, not_nested
+from sorder.optim.validation import check_parameters, check_state_dict, new_group, not_nested
 
 Estimator = Callable[[diagonal.Product, Sequence[Tensor], torch.Generator], Sequence[Tensor]]
 ESTIMATORS = ("hutchinson", "bekas", "exact")
@@ -60,13 +60,9 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step is an update step."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
+        with new_group(self) as group:
             self._check_options(group)
             check_parameters(group["params"])
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     @property
     def curvature_due(self) -> bool:

@@ -26,7 +26,7 @@ from sorder.optim.kfac_model import KFACStep
 from sorder.optim.kfac_step import GLOBAL, StepInProgress
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_parameters, check_state_dict, not_nested
+from sorder.optim.validation import check_parameters, check_state_dict, new_group, not_nested
 
 RULES = ("quadratic", "kl")
 UPDATES = ("levenberg-marquardt", "constant")
@@ -159,13 +159,9 @@ class KFAC(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step measures the factors."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
+        with new_group(self) as group:
             self._check_options(group)
             check_parameters(group["params"])
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     @property
     def curvature_due(self) -> bool:

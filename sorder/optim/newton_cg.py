@@ -19,7 +19,14 @@ from sorder.optim.last_step import NewtonCGStep
 from sorder.optim.newton_step import NewtonStep
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_factors, check_options, check_parameters, check_state_dict, not_nested
+from sorder.optim.validation import (
+    check_factors,
+    check_options,
+    check_parameters,
+    check_state_dict,
+    new_group,
+    not_nested,
+)
 
 Preconditioner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # Key of the optimizer's own state, beside the parameters', in the state dict.
@@ -205,14 +212,10 @@ class NewtonCG(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its parameters join the next step."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
+        with new_group(self) as group:
             check_options(group)
             check_parameters(group["params"])
             check_factors(group, group["params"])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
         join = getattr(self._preconditioner, "add_params", None)
         if join is not None:
             count = sum(len(g["params"]) for g in self.param_groups[:-1])

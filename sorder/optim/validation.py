@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -49,6 +50,16 @@ FACTORS = ("lr", "damping", "trust_radius", "weight_decay")
 Method = TypeVar("Method", bound=Callable[..., Any])
 _running: set[int] = set()
 _running_lock = threading.Lock()
+
+
+@contextmanager
+def new_group(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """The parameter group that has just been added, within which it is checked; an error takes it out again."""
+    try:
+        yield optimizer.param_groups[-1]
+    except Exception:
+        optimizer.param_groups.pop()
+        raise
 
 
 def not_nested(method: Method) -> Method:
