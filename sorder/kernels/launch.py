@@ -93,12 +93,19 @@ class Heads:
         first = 1 if math.prod(outer) == 1 else self.folded[0]
         return torch.Size((first, *padding, *inner))
 
-    def splits(self, q: torch.Tensor, n_k: int) -> int:
-        """Programs among which a key tile's query heads are divided: more than one only where a GPU would idle."""
+    def splits(self, q: torch.Tensor, n_k: int, tile: int = 128, occupancy: int = 2) -> int:
+        """Programs among which a key tile's query heads are divided: more than one only where a GPU would idle.
+
+        Args:
+            q: for the device.
+            n_k: number of keys.
+            tile: keys of a program.
+            occupancy: programs a multiprocessor that keep it busy to the end.
+        """
         if self.group == 1:
             return 1
-        programs = self.count // self.group * triton.cdiv(n_k, 128)
-        wanted = 2 * _multiprocessors(q.device)
+        programs = self.count // self.group * triton.cdiv(n_k, tile)
+        wanted = occupancy * _multiprocessors(q.device)
         divisors = (n for n in range(1, self.group + 1) if self.group % n == 0)
         return next((n for n in divisors if n * programs >= wanted), self.group)
 

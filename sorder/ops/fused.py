@@ -21,11 +21,11 @@ def backend(
 ) -> SDPBackend | None:
     """The fused backend that takes this input forward and backward: cuDNN from Hopper on, else flash, else none.
 
-    Dense and top-left causal attention with as many key heads as query heads; the rest runs on our own kernels.
+    Dense and top-left causal attention, grouped heads too; the rest runs on our own kernels.
     """
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.dim() < 4 or q.numel() == 0:
         return None
-    if bias is not None or spec.softcap is not None or q.shape[:-2] != k.shape[:-2]:
+    if bias is not None or spec.softcap is not None or q.shape[:-3] != k.shape[:-3]:
         return None
     if any(x is not None for x in vis):
         return None
@@ -35,7 +35,7 @@ def backend(
     if max(q.shape[-3], math.prod(q.shape[:-3])) > _MAX_GRID:
         return None
     q4, k4, v4 = _four_dimensional(q, k, v)
-    params = torch.backends.cuda.SDPAParams(q4, k4, v4, None, 0.0, spec.causal, False)
+    params = torch.backends.cuda.SDPAParams(q4, k4, v4, None, 0.0, spec.causal, q.shape[-3] != k.shape[-3])
     hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
     if hopper and d <= 128 and torch.backends.cuda.can_use_cudnn_attention(params):
         return SDPBackend.CUDNN_ATTENTION
@@ -70,7 +70,7 @@ def backward(
     spec: AttentionSpec, kind: SDPBackend,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """B on ``kind``: (dQ, dK, dV) for a cotangent of the output alone."""
-    lead = q.shape[:-2]
+    shapes = [x.shape for x in (q, k, v)]
     n_q, n_k = q.shape[-2], k.shape[-2]
     do, q, k, v, o = _four_dimensional(do, q, k, v, o)
     if do.stride(-1) != 1 or 0 in do.stride():  # such as the expanded cotangent of a sum
@@ -100,4 +100,4 @@ def backward(
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             do, q, k, v, o, lse, None, None, n_q, n_k, 0.0, spec.causal, seed, seed, scale=spec.scale
         )
-    return tuple(g.reshape(*lead, *g.shape[-2:]) for g in grads)
+    return tuple(g.reshape(shape) for g, shape in zip(grads, shapes, strict=True))

@@ -44,5 +44,5 @@ def backward_tangent(
     )
     dk, dv = key_gradients(*operands) if "k" in wanted or "v" in wanted else (None, None)
     dq = query_gradient(*operands) if "q" in wanted else None
-    grads = (dq, dk if "k" in wanted else None, dv if "v" in wanted else None)
-    return *(None if x is None else heads.unfold(x) for x in grads), None  # type: ignore[return-value]
+    dq = None if dq is None else heads.unfold(dq)
+    return dq, dk if "k" in wanted else None, dv if "v" in wanted else None, None

@@ -132,12 +132,14 @@ def hopper_backward_tangent_keys_kernel(
     q_desc, tq_desc, do_desc, tdo_desc, k_desc, tk_desc, v_desc, tv_desc, lse_desc, mu_desc, delta_desc,
     tdelta_desc, DELTA, TDELTA, DK, DV, dk_strides, dv_strides, row_tiles, lead1, lead2, heads, tiles, n_q, n_k, zero,
     scale, WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, DUAL: gl.constexpr, SHARED: gl.constexpr,
-    num_warps: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, DUAL: gl.constexpr,
+    SHARED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     key_z, tile = program_head_and_tile(heads)
     col0 = tile * COLS  # the heaviest causal keys first
+    MEMBERS: gl.constexpr = GROUP // SPLITS  # query heads of a program; a split counts as a key head of its own
     head = head_index(key_z, lead1, lead2)
+    key_head = (head[0], head[1], head[2] // SPLITS)
     dtype: gl.constexpr = k_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
@@ -163,7 +165,7 @@ def hopper_backward_tangent_keys_kernel(
     resident_bar = new_barriers(1)
     barriers_ready()
     resident = (k, tk, v, tv)
-    copy_tiles((k_desc, tk_desc, v_desc, tv_desc), resident, resident_bar, 0, head, col0, True, COLS * D * 8)
+    copy_tiles((k_desc, tk_desc, v_desc, tv_desc), resident, resident_bar, 0, key_head, col0, True, COLS * D * 8)
     if DUAL:
         tdo = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, D], q_desc.layout)
         descs = (q_desc, tq_desc, do_desc, tdo_desc)
@@ -175,27 +177,29 @@ def hopper_backward_tangent_keys_kernel(
     steps = gl.maximum(row_tiles - first, 0)
     masked = gl.minimum(steps, (col0 + COLS - 2) // ROWS + 1 - first) if CAUSAL else 0
     for i in gl.static_range(STAGES - 1):
-        _copy_rows(descs, buffers, vector_descs, vectors, bars, i, steps, head, key_z, first, ROWS, D, STAGES, GROUP)
+        _copy_rows(descs, buffers, vector_descs, vectors, bars, i, steps, head, key_z, first, ROWS, D, STAGES, MEMBERS)
     dk = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     dv = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     mbarrier.wait(resident_bar.index(0), 0)
-    for member in range(GROUP):
+    for member in range(MEMBERS):
         if CAUSAL:
             dk, dv = _sweep(
                 resident, zero, descs, buffers, vector_descs, vectors, DELTA, TDELTA, bars, head, key_z, first, member,
                 0, masked, steps, col0, n_q, scale, dk, dv,
-                ROWS, COLS, D, STAGES, GROUP, True, DUAL, scores, operand,
+                ROWS, COLS, D, STAGES, MEMBERS, True, DUAL, scores, operand,
             )  # fmt: skip
         dk, dv = _sweep(
             resident, zero, descs, buffers, vector_descs, vectors, DELTA, TDELTA, bars, head, key_z, first, member,
             masked, steps, steps, col0, n_q, scale, dk, dv,
-            ROWS, COLS, D, STAGES, GROUP, False, DUAL, scores, operand,
+            ROWS, COLS, D, STAGES, MEMBERS, False, DUAL, scores, operand,
         )  # fmt: skip
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
     inside = matrix_mask(col0, n_k, WIDTH, COLS, D, output)
-    gl.store(matrix_pointers(DK, head, dk_strides, col0, COLS, D, output), (dk * scale).to(dtype), mask=inside)
+    gl.store(
+        matrix_pointers(DK, head, dk_strides, col0, COLS, D, output), (dk * scale).to(DK.dtype.element_ty), mask=inside
+    )
     inside = matrix_mask(col0, n_k, WIDTH_V, COLS, D, output)
-    gl.store(matrix_pointers(DV, head, dv_strides, col0, COLS, D, output), dv.to(dtype), mask=inside)
+    gl.store(matrix_pointers(DV, head, dv_strides, col0, COLS, D, output), dv.to(DV.dtype.element_ty), mask=inside)
 
 
 def key_gradients(
@@ -204,10 +208,11 @@ def key_gradients(
     mu: torch.Tensor, tdo: torch.Tensor | None,
     delta: torch.Tensor, tdelta: torch.Tensor, spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """dK̇ and dV̇, folded, of folded matrices and contiguous row vectors."""
-    dk, dv = launch.new_matrix(k, k.shape[-1]), launch.new_matrix(v, v.shape[-1])
+    """dK̇ and dV̇ of folded matrices and contiguous row vectors."""
     name = "backward_tangent_keys" if tdo is None else "backward_tangent_dual_keys"
     width, config = host.block(q, v), host.settings(name, q, v)
+    splits = heads.splits(q, k.shape[-2], config.cols, occupancy=4)
+    dk, dv = heads.new_key_matrix(k, splits), heads.new_key_matrix(v, splits)
     row_tiles = triton.cdiv(q.shape[-2], config.rows)
     host.run(
         hopper_backward_tangent_keys_kernel, heads, config, q, k, spec,
@@ -216,7 +221,7 @@ def key_gradients(
             *of.vectors(config.rows, lse, mu, delta, tdelta),
             delta, tdelta, dk, dv, *heads.strides(dk, dv), row_tiles,
         ),
-        WIDTH=k.shape[-1], WIDTH_V=v.shape[-1], D=width, DUAL=tdo is not None, SHARED=_SHARED[width],
-        over_keys=True,
+        WIDTH=k.shape[-1], WIDTH_V=v.shape[-1], width=width, DUAL=tdo is not None, SHARED=_SHARED[width],
+        over_keys=True, splits=splits,
     )  # fmt: skip
-    return dk, dv
+    return heads.merged(dk, k.dtype, splits), heads.merged(dv, v.dtype, splits)  # type: ignore[return-value]

@@ -154,6 +154,6 @@ def query_gradient(
         hopper_backward_tangent_queries_kernel, heads, config, q, k, spec,
         (*of.matrices(config.rows, q, tq, do, tdo), *of.matrices(config.cols, k, tk, v, tv),
          lse, mu, delta, tdelta, dq, *heads.strides(dq)),
-        WIDTH=q.shape[-1], D=width, DUAL=tdo is not None,
+        WIDTH=q.shape[-1], width=width, DUAL=tdo is not None,
     )  # fmt: skip
     return dq

@@ -114,7 +114,8 @@ def _vector_template(rows: int) -> TensorDescriptor:
 
 def run(
     kernel: Any, heads: launch.Heads, config: launch.Config, q: torch.Tensor, k: torch.Tensor,
-    spec: AttentionSpec, arguments: tuple[Any, ...], *, over_keys: bool = False, **constants: Any,
+    spec: AttentionSpec, arguments: tuple[Any, ...], *, width: int, over_keys: bool = False, splits: int = 1,
+    **constants: Any,
 ) -> None:  # fmt: skip
     """Launches one sweep, a program per query head and tile of rows, or per key head and tile of keys.
 
@@ -123,16 +124,19 @@ def run(
         config: its launch settings.
         q, k: for the lengths and the device.
         arguments: descriptors, tensors and strides.
+        width: padded head width.
         over_keys: the sweep's programs own tiles of keys.
+        splits: of such a sweep, programs among which a key head's query heads are divided.
     """
     programs, (_, lead1, lead2) = heads.count, heads.folded
     tiles = triton.cdiv(q.shape[-2], config.rows)
     if over_keys:
-        programs, lead2 = programs // heads.group, lead2 // heads.group
+        programs, lead2 = programs // heads.group * splits, lead2 // heads.group * splits
         tiles = triton.cdiv(k.shape[-2], config.cols)
+        constants["SPLITS"] = splits
     with torch.cuda.device_of(q):
         kernel[heads.grid(tiles, programs)](
             *arguments, lead1, lead2, programs, tiles, q.shape[-2], k.shape[-2], 0, spec.scale,
-            ROWS=config.rows, COLS=config.cols, STAGES=config.stages, CAUSAL=spec.causal, GROUP=heads.group,
+            D=width, ROWS=config.rows, COLS=config.cols, STAGES=config.stages, CAUSAL=spec.causal, GROUP=heads.group,
             num_warps=config.warps, **constants,
         )  # fmt: skip

@@ -1,4 +1,7 @@
-"""J on Hopper: see ``sorder.kernels.tangent`` for the maths (5 products a tile, one sweep over key tiles)."""
+"""J on Hopper: see ``sorder.kernels.tangent`` for the maths (5 products a tile, one sweep over key tiles).
+
+The sums of the rounded weights are products with ones, as there.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,9 @@ from sorder.kernels.spec import AttentionSpec
 
 @gluon.jit
 def _sweep(
-    resident, zero, descs, buffers, bars, key_head, lse, row0, start, stop, count, n_k, scale, acc, sums,
+    resident, ones, zero, descs, buffers, bars, key_head, lse, row0, start, stop, count, n_k, scale, acc, sums,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    MASKED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
+    MASKED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr, summand: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = resident[0].dtype
     empty = gl.zeros([ROWS, COLS], gl.float32, scores)
@@ -62,13 +65,13 @@ def _sweep(
             p = gl.where(visible(row0, i * COLS, n_k, ROWS, COLS, CAUSAL, scores), p, 0.0)
         rounded = p.to(dtype)
         acc = add_product(gl.convert_layout(rounded, operand), tv, acc)
-        weight += gl.sum(rounded.to(gl.float32), 1)
-        ts = warpgroup_mma_wait(1, deps=(ts,))
+        weight = add_product(gl.convert_layout(rounded, summand), ones.permute((1, 0)), weight)
+        ts = warpgroup_mma_wait(2, deps=(ts,))
         pts = p * (ts * scale)
         rounded = pts.to(dtype)
         acc = add_product(gl.convert_layout(rounded, operand), v, acc)
+        drift = add_product(gl.convert_layout(rounded, summand), ones.permute((1, 0)), drift)
         mu += gl.sum(pts, 1)
-        drift += gl.sum(rounded.to(gl.float32), 1)
     return acc, (mu, weight, drift)
 
 
@@ -88,12 +91,16 @@ def hopper_tangent_kernel(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COLS, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    sums_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 8, 16])
+    summand: gl.constexpr = gl.DotOperandLayout(0, sums_layout, 2)
     q = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, ROWS, D], q_desc.layout)
     tq = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, ROWS, D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     tk = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     tv = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
+    ones = gl.allocate_shared_memory(dtype, [8, COLS], gl.NVMMASharedLayout.get_default_for([8, COLS], dtype))
+    ones.store(gl.full([8, COLS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])))
     bars = new_barriers(STAGES)
     resident_bar = new_barriers(1)
     barriers_ready()
@@ -113,19 +120,21 @@ def hopper_tangent_kernel(
     TL += z.to(gl.int64) * n_q
     lse = load_lse(L, rows, n_q)
     acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, output))
-    none = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores))
-    sums = (none, none, none)
+    nothing = warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, sums_layout))
+    sums = (gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores)), nothing, nothing)
     mbarrier.wait(resident_bar.index(0), 0)
     acc, sums = _sweep(
-        (q, tq), zero, descs, buffers, bars, key_head, lse, row0, 0, full, count, n_k, scale, acc, sums,
-        ROWS, COLS, D, STAGES, CAUSAL, False, scores, operand,
+        (q, tq), ones, zero, descs, buffers, bars, key_head, lse, row0, 0, full, count, n_k, scale, acc, sums,
+        ROWS, COLS, D, STAGES, CAUSAL, False, scores, operand, summand,
     )  # fmt: skip
     acc, sums = _sweep(
-        (q, tq), zero, descs, buffers, bars, key_head, lse, row0, full, count, count, n_k, scale, acc, sums,
-        ROWS, COLS, D, STAGES, CAUSAL, True, scores, operand,
+        (q, tq), ones, zero, descs, buffers, bars, key_head, lse, row0, full, count, count, n_k, scale, acc, sums,
+        ROWS, COLS, D, STAGES, CAUSAL, True, scores, operand, summand,
     )  # fmt: skip
-    acc = warpgroup_mma_wait(0, deps=(acc,))
     mu, weight, drift = sums
+    acc, weight, drift = warpgroup_mma_wait(0, deps=(acc, weight, drift))
+    weight = gl.sum(weight, 1) * (1 / 8)  # every column has the sum
+    drift = gl.sum(drift, 1) * (1 / 8)
     gl.store(TL + rows, mu, mask=rows < n_q)
     inside = matrix_mask(row0, n_q, WIDTH, ROWS, D, output)
     o = gl.load(matrix_pointers(O, head, o_strides, row0, ROWS, D, output), mask=inside, other=0.0)
@@ -153,6 +162,6 @@ def tangent(
         hopper_tangent_kernel, heads, config, q, k, spec,
         (*of.matrices(config.rows, q, tq), *of.matrices(config.cols, k, tk, v, tv),
          o, lse, to, low, tl, *heads.strides(o, to, low)),
-        WIDTH=v.shape[-1], D=width,
+        WIDTH=v.shape[-1], width=width,
     )  # fmt: skip
     return heads.unfold(to), tl, heads.unfold(low)
