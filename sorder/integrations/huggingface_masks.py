@@ -23,6 +23,11 @@ from sorder.ops.row_ranges import mask_from_rows, padding_fields
 
 MaskFunction = Callable[..., Any]
 
+_NO_TENSOR = (
+    'attn_implementation="sorder" describes the attention mask instead of listing it, but this model {}: it computes '
+    'its attention itself, or changes the mask. Use attn_implementation="eager", whose products are exact as well'
+)
+
 
 class Pattern(NamedTuple):
     """An intersection of what transformers' mask functions say, in the positions of queries and keys.
@@ -61,9 +66,22 @@ def _least(a: int | None, b: int | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PreparedMask(Mask):
-    """A mask that transformers takes for one that needs no more preparation, as a static cache asks for."""
+    """A mask that transformers takes for one that needs no more preparation, as a static cache asks for.
+
+    A model that computes with it as with a tensor is told that it cannot.
+    """
 
     ndim: ClassVar[int] = 4
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        raise NotImplementedError(_NO_TENSOR.format(f"passes it to {getattr(function, '__name__', function)}"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError(_NO_TENSOR.format("indexes it"))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_NO_TENSOR.format(f"asks for its {name}"))
 
 
 @torch._disable_dynamo  # closures and values are looked at; what comes out is small
@@ -91,15 +109,15 @@ def mask(
         kv_offset: position of the first key, such as where a sliding cache begins.
         mask_function: of (batch, head, query, key) positions, true where the query sees the key; default causal.
         attention_mask: (B, N), true where a token is real; or what this function returned.
-        allow_is_causal_skip: ``None`` may stand for a plain causal mask.
+        allow_is_causal_skip: ``None`` may stand for the mask of a single query that sees every key.
         allow_is_bidirectional_skip: ``None`` may stand for no mask.
         cache_position: (Nq,), positions of the queries, instead of their number and offset (transformers 4).
         device: where the mask is used.
         options: what transformers' own mask functions take besides.
 
     Returns:
-        ``None`` under the conditions of transformers' mask for SDPA; a mask description; or a boolean tensor
-        (B, 1, Nq, Nk) for a mask that is no interval of keys in every row.
+        ``None`` where nothing is hidden and a skip is allowed; a mask description; or a boolean tensor (B, 1, Nq, Nk)
+        for a mask that is no interval of keys in every row.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -132,11 +150,10 @@ def mask(
         fields["documents"] = pattern.documents
     if pattern.chunks is not None:
         fields["documents"] = _chunk_ids(*pattern.chunks, int(q_offset), q_length, kv_offset, kv_length)
-    if left is None and not fields:
-        if right is None and (allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)):
-            return None
-        if right == 0 and offset == 0 and allow_is_causal_skip:
-            return None
+    # A causal mask is never left out: a model that does not hand its attention to ours would silently see the future.
+    may_skip = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)
+    if may_skip and left is right is None and not fields:
+        return None
     causal = right == 0
     window = (left, None if causal else right)
     return PreparedMask(causal=causal, alignment=offset, window=None if window == (None, None) else window, **fields)

@@ -137,13 +137,14 @@ def visible(score, bounds, at, rows, cols, CAUSAL: tl.constexpr):
 def cap(s, scale, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     """tanh(scale·s/κ), of which everything about the soft cap follows: φ = κ·t, φ' = 1 − t², φ'' = −2t(1 − t²)/κ.
 
-    Triton's own tanh is not in all its backends. EXACT (float32 inputs) is accurate relative to small t too.
+    Triton's own tanh is not in all its backends. EXACT (float32 inputs) is accurate relative to small t too, and so is
+    what a wide cap needs: rounding t to 2⁻²⁴ moves φ by κ·2⁻²⁴.
     """
     u = s * (scale / SOFTCAP)
     magnitude = tl.abs(u)
     t = 1.0 - 2.0 / (tl.exp2(magnitude * (2.0 * LOG2E)) + 1.0)
     t = tl.where(u < 0, -t, t)
-    if EXACT:
+    if EXACT or SOFTCAP > 1024.0:
         # (tanh(u)/u − 1)/u², least squares over u² ≤ 0.36: 8e-8 relative to tanh.
         z = u * u
         series = ((0.020795166 - 0.0058945245 * z) * z - 0.053783476) * z + 0.13331918

@@ -63,10 +63,10 @@ def attention(
         key: (..., Hk, Nk, d), of the same dtype; leading dimensions broadcast against the query's.
         value: (..., Hk, Nk, dv), of the same dtype; dv may differ from d. Widths up to 256.
         attn_mask: broadcastable to (..., Hq, Nq, Nk): boolean, True where a key is seen, or floating point of any
-            dtype, added to the scaled scores. An additive mask gets first and second derivatives, of its own shape and
-            dtype. −∞, or any value up to −10⁶ (such as the least number of any dtype but float16),
-            hides a key. A mask with structure
-            is faster as ``mask``, which lets tiles be skipped.
+            dtype, added to the scaled scores; or a ``torch.nn.attention.bias.CausalBias``. An additive mask gets first
+            and second derivatives, of its own shape and dtype. −∞, or any value up to −10⁶ (such as the least number of
+            any dtype but float16), hides a key. A mask with structure is faster as ``mask``, which lets tiles be
+            skipped.
         dropout_p: probability of dropping an entry of the softmax; the others are divided by 1 − p. Every derivative
             of a call sees the mask of its forward pass (but what ``torch.func.linearize`` returns draws anew, as with
             F.dropout), whose seed is drawn from the device's default generator
@@ -124,6 +124,8 @@ def attention(
     if not query.shape[:-2] == key.shape[:-2] == value.shape[:-2]:
         query, key, value = _aligned(query, key, value, enable_gqa)
     bias = vis = lse_shift = None
+    if is_causal_bias(attn_mask):
+        attn_mask, mask, is_causal = _with_causal_bias(query, key, attn_mask, mask, is_causal)
     if attn_mask is not None:
         query, key, value, bias, vis = _with_mask(query, key, value, attn_mask)
     if mask is not None:
@@ -159,10 +161,15 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+@torch.compiler.assume_constant_result  # Dynamo cannot trace the question (torch 2.11); a device's answer never changes
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def _is_number(value: object) -> bool:
@@ -197,7 +204,7 @@ def _aligned(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tup
     """Leading dimensions made equal by expansion, but for the heads (dimension −3) of grouped keys and values."""
     tensors = tuple(x[(None,) * (max(y.dim() for y in (query, key, value)) - x.dim())] for x in (query, key, value))
     heads = [x.shape[-3] for x in tensors]
-    if enable_gqa and (heads[0] % heads[1] or heads[0] % heads[2]):
+    if enable_gqa and any(heads[0] % n if n else heads[0] for n in heads[1:]):
         raise ValueError(
             f"enable_gqa=True: the {heads[1]} key heads and {heads[2]} value heads must divide the {heads[0]} query "
             f"heads; got {_shapes(query, key, value)}"
@@ -229,6 +236,27 @@ def _same_heads(key: Tensor, value: Tensor, query_heads: int) -> tuple[Tensor, T
         return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
 
     return repeated(key), repeated(value)
+
+
+def is_causal_bias(attn_mask: Any) -> bool:
+    """Whether it is a ``torch.nn.attention.bias.CausalBias``: a tensor whose memory holds nothing."""
+    return type(attn_mask).__module__ == "torch.nn.attention.bias"  # to import which loads the compiler
+
+
+def _with_causal_bias(
+    query: Tensor, key: Tensor, attn_mask: Any, mask: Mask | None, is_causal: bool
+) -> tuple[Tensor | None, Mask | None, bool]:
+    """(attn_mask, mask, is_causal) that say the same."""
+    n_q, n_k = query.shape[-2], key.shape[-2]
+    if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (n_q, n_k):
+        raise ValueError(
+            f"attn_mask is made for {attn_mask.seq_len_q} queries and {attn_mask.seq_len_kv} keys; got {n_q} and {n_k}"
+        )
+    if attn_mask.variant.name == "UPPER_LEFT" or n_q == n_k:
+        return None, mask, True
+    if mask is None:
+        return None, Mask(causal=True, alignment="bottom_right"), is_causal
+    return torch.ones(n_q, n_k, dtype=torch.bool, device=query.device).tril(n_k - n_q), mask, is_causal
 
 
 def _with_mask(

@@ -43,15 +43,24 @@ def legacy_rule(operator: Callable[..., Any], loop: Callable[[tuple[Any, ...]], 
     """``operator``'s rule for the vmap inside ``torch.autograd.grad(is_grads_batched=True)``, which knows no others."""
 
     def rule(*args: Any) -> Any:
-        torch._C._vmapmode_increment_nesting()
-        level = torch._C._vmapmode_decrement_nesting()  # of the vmap that is running
-        split = [_without_legacy_dim(x, level) for x in args]
-        in_dims = tuple(None if size is None else 0 for _, size in split)
-        size = next(size for _, size in split if size is not None)
-        outputs = batched(operator, size, in_dims, tuple(x for x, _ in split), loop(args))
-        return type(outputs)([torch._add_batch_dim(x, 0, level) for x in outputs])
+        return over_legacy_dim(operator, args, loop(args))
 
     return rule
+
+
+def has_legacy_dim(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(x, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in args)
+
+
+def over_legacy_dim(run: Callable[..., Any], args: tuple[Any, ...], loop: bool) -> Any:
+    """:func:`batched` over the dimension that the vmap of ``is_grads_batched=True`` hides in ``args``."""
+    torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_decrement_nesting()  # of the vmap that is running
+    split = [_without_legacy_dim(x, level) for x in args]
+    size = next(size for _, size in split if size is not None)
+    in_dims = tuple((None,) * len(x) if isinstance(x, Visibility) else None if n is None else 0 for x, n in split)
+    outputs = batched(run, size, in_dims, tuple(x for x, _ in split), loop)
+    return type(outputs)([None if x is None else torch._add_batch_dim(x, 0, level) for x in outputs])
 
 
 def _without_legacy_dim(x: Any, level: int) -> tuple[Any, int | None]:

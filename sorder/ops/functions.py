@@ -17,11 +17,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import Function, forward_ad
 
 from sorder.kernels.mask import Visibility
 from sorder.ops import maps
-from sorder.ops.batching import batched, legacy_rule
+from sorder.ops.batching import batched, has_legacy_dim, legacy_rule, over_legacy_dim
 
 Optional = torch.Tensor | None
 
@@ -66,22 +67,31 @@ def _runs(node: Any) -> bool:
 
 def apply(function: type[Function], *args: Any) -> Any:
     """``function.apply``, or only its map where nothing can differentiate the call: first-order backward, inference."""
-    nested = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return function.apply(*args) if nested or torch.is_grad_enabled() else function.forward(*args)
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return function.apply(*args)
+    if not torch.is_grad_enabled():
+        return function.forward(*args)
+    if has_legacy_dim(args):  # a graph on tensors that hide a dimension would not reach those inside
+        return over_legacy_dim(lambda *a: apply(function, *a), args, loop=args[-1].dropout > 0)
+    return function.apply(*args)
 
 
 def attend(*args: Any) -> Any:
     """F's (o, lse) at (q, k, v, bias, vis, spec). A compiler sees the operator, which it does not enter."""
-    if not torch.compiler.is_compiling():
-        return apply(Attention, *args)[:2]
-    if torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
+        return torch.ops.sorder.attention_forward(*maps.flat(args[:4], *args[4:]))
+    if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
         return _eagerly(*args)
-    return torch.ops.sorder.attention_forward(*maps.flat(args[:4], *args[4:]))
+    return apply(Attention, *args)[:2]
 
 
 @torch._disable_dynamo
 def _eagerly(*args: Any) -> Any:
-    """Under torch.func, compiled operators would lose their second derivatives: a graph break."""
+    """Under torch.func, compiled operators would lose their second derivatives: a graph break.
+
+    The functions that a compiled one calls behind a graph break would be compiled by themselves, as parts of the
+    Functions below, with the same loss.
+    """
     return apply(Attention, *args)[:2]
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from sorder.kernels.mask import Visibility
@@ -60,7 +61,8 @@ class Mask:
             opposite).
         documents: integer ids (N,) or (B, N), or a pair (query ids, key ids): a query sees the keys with its id. For
             ids in contiguous runs, which is looked up once (on a GPU by one synchronisation), this costs no matrix.
-            Looking breaks the graph of ``torch.compile``, which ``cu_seqlens`` does not.
+            Looking breaks the graph of ``torch.compile``, which ``cu_seqlens`` does not; where it is not possible
+            (ids mapped by ``vmap``, fake tensors, ``torch.export``), ids cost the matrix.
         cu_seqlens: boundaries of packed documents, integers (D + 1,) from 0 to N as flash-attention takes them, or a
             pair (query, key). Never looked at by the host.
         ranges: (start, stop), integers broadcastable to the query's (..., Nq): row i sees start ≤ j < stop.
@@ -249,8 +251,9 @@ def _documents(mask: Mask, lead: torch.Size, n_q: int, n_k: int) -> tuple[ranges
 def _documents_by_id(ids_q: Tensor, ids_k: Tensor) -> tuple[ranges.Documents, bool]:
     """Each row's document, and whether the keys of every document are an interval."""
     documents, unbroken = ranges.of_ids(ids_q, ids_k)
-    mapped = torch._C._functorch.is_functorch_wrapped_tensor(unbroken)  # what cannot be looked at
-    return documents, not mapped and (unbroken.is_meta or bool(unbroken))
+    if torch._C._functorch.is_functorch_wrapped_tensor(unbroken) or isinstance(unbroken, FakeTensor):
+        return documents, False  # what cannot be looked at
+    return documents, unbroken.is_meta or bool(unbroken)
 
 
 # Only for compiled callers: the first call loads the compiler, which takes seconds.

@@ -27,7 +27,7 @@ class ReplacedName:
     ) -> None:
         self._module, self._name, self._call = module, name, call
         self._value = value if call is None else self._replacement
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # release() may come from the garbage collector, at any moment
         self._users = 0
         self._original: Any = None
         self._local = threading.local()

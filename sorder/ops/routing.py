@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator, contextmanager, nullcontext
 from typing import Any
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from sorder.func._user_warning import warn_user
 from sorder.ops import flex
-from sorder.ops.attention import NotServedError, attention
+from sorder.ops.attention import NotServedError, attention, is_causal_bias
 from sorder.ops.constants import constant
 from sorder.ops.mask import Mask
 from sorder.ops.replaced_name import ReplacedName
@@ -79,6 +80,12 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
         super().__init__()
         self._enabled = enabled
         self._strict = strict
+        # As long as the object lives: torch.compile goes wrong, without a word, at a graph break inside a mode with an
+        # __enter__ or __exit__ of its own. It knows no locks either, and routes no flex_attention.
+        if not torch.compiler.is_dynamo_compiling():
+            for name in _flex_names:
+                name.acquire()
+                weakref.finalize(self, name.release).atexit = False
 
     @staticmethod
     def enable(*, strict: bool = False) -> None:
@@ -112,16 +119,6 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
                     return func(*args, **kwargs)
             with _engine.replaced_for(self):
                 return func(*args, **kwargs)
-
-    def __enter__(self) -> Any:
-        for name in _flex_names:
-            name.acquire()
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        for name in _flex_names:
-            name.release()
 
     def _route(
         self,
@@ -332,7 +329,7 @@ def _is_causal(mask: Tensor, query: Tensor, key: Tensor) -> bool:
     """Whether ``mask``, one for all heads and constant, hides exactly the keys after the query."""
     n_q, n_k = query.shape[-2], key.shape[-2]
     unwrapped = constant(mask)
-    if unwrapped is None:
+    if unwrapped is None or is_causal_bias(mask):
         return False
     mask = unwrapped
     if mask.shape[-2:] != (n_q, n_k) or mask.numel() != n_q * n_k or not n_q:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -111,6 +111,25 @@ def test_gradients_of_a_batch_of_cotangents() -> None:
     for row, row_wanted in zip(blocks, wanted, strict=True):
         for a, b in zip(row, row_wanted, strict=True):
             assert oracle.relative_error(a, b) <= 1e-13
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": Mask(causal=True, key_padding=torch.arange(5) != 1)}, {"dropout_p": 0.3}]
+)
+def test_gradients_of_a_batch_of_cotangents_keep_their_graph(options: dict[str, Any]) -> None:
+    x = [a.clone().requires_grad_() for a in (Q, K, V, BIAS)]
+    out = sorder.attention(*x, **options)
+    cotangents = torch.randn(3, *out.shape, dtype=torch.float64)
+
+    def product(gradients: Iterable[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        loss = sum(x.sin().sum() for row in gradients for x in row)
+        return torch.autograd.grad(loss, x, retain_graph=True)
+
+    batch = torch.autograd.grad(out, x, cotangents, is_grads_batched=True, create_graph=True)
+    got = product(zip(*batch, strict=True))
+    want = product(torch.autograd.grad(out, x, c, create_graph=True) for c in cotangents)
+    for a, b in zip(got, want, strict=True):
+        assert oracle.relative_error(a, b) <= 1e-13
 
 
 @pytest.mark.parametrize("moving", ["b", "qb", "v"])

@@ -240,6 +240,41 @@ def test_a_double_backward_through_a_compiled_backward_says_so() -> None:
         torch.autograd.grad(gradient[0].sum(), parameters)
 
 
+def test_what_is_left_to_python_around_attention_does_not_lose_it_in_a_double_backward() -> None:
+    """Behind the graph break that vmap makes, after a pass of first order that has compiled its backward."""
+    q, k, v = torch.randn(3, 2, 4, 5, 8).double()
+    q.requires_grad_()
+    compiled = torch.compile(
+        lambda q: torch.vmap(lambda *x: sorder.attention(*x))(q, k, v).sin().sum(), backend="aot_eager"
+    )
+    torch.autograd.grad(compiled(q), q)
+    (gradient,) = torch.autograd.grad(compiled(q), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.grad(gradient.sum(), q)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_routing_inside_what_is_compiled(broken: bool) -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8).double()
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    @torch.compile(backend=backend, fullgraph=not broken)
+    def loss(q: Tensor) -> Tensor:
+        with sorder.exact_attention():
+            x = nn.functional.scaled_dot_product_attention(q, k, v)
+            if broken:
+                torch._dynamo.graph_break()
+            return nn.functional.scaled_dot_product_attention(x, k, v).sin().sum()
+
+    want = oracle.dense(oracle.dense(q, k, v)[0], k, v)[0].sin().sum()
+    assert error([loss(q)], [want]) <= BOUND
+    assert sum("sorder.attention_forward" in name for name in seen) == 2
+
+
 def test_the_eager_backend_keeps_the_second_derivative() -> None:
     net, x = model(), inputs()
     parameters = list(net.parameters())
@@ -282,6 +317,16 @@ def test_forward_mode_through_a_recorded_operator_is_not_zero() -> None:
 
 
 # ---------------------------------------------------------------------- export
+
+
+def test_exported_documents_are_not_looked_at() -> None:
+    class Packed(nn.Module):
+        def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+            return sorder.attention(x, x, x, mask=Mask(documents=ids))
+
+    x, scattered = inputs(), torch.tensor([0, 1, 0, 1, 1, 2])
+    program = torch.export.export(Packed(), (x, torch.tensor([0, 0, 0, 1, 1, 1])), strict=False)
+    assert error([program.module()(x, scattered)], [Packed()(x, scattered)]) <= BOUND
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -168,6 +168,14 @@ def test_soft_cap_is_accurate(exact: bool, bound: float) -> None:
     assert got.abs().max() <= 1
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_cap_far_above_the_scores_leaves_them(exact: bool) -> None:
+    s = torch.linspace(-20, 20, 512, device=DEVICE)
+    t = torch.empty_like(s)
+    _cap_kernel[(4,)](s, t, SOFTCAP=1e6, EXACT=exact)
+    assert (t.double() * 1e6 - 0.5 * s.double()).abs().max() <= 3e-6
+
+
 @pytest.mark.parametrize("splits", [2, 4])
 def test_a_group_divided_among_programs(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a GPU has more multiprocessors than there are key heads and tiles."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from sorder.ops.attention import attention
 from sorder.ops.mask import Mask
@@ -94,6 +95,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: attention(*heads(4, 3), enable_gqa=True),
         ValueError,
         "enable_gqa=True: the 3 key heads and 3 value heads must divide the 4 query heads",
+    ),
+    "groups of no key head": (
+        lambda: attention(*heads(4, 0), enable_gqa=True),
+        ValueError,
+        "enable_gqa=True: the 0 key heads and 0 value heads must divide the 4 query heads",
+    ),
+    "a causal bias of other lengths": (
+        lambda: attention(*X, causal_lower_right(4, 6)),
+        ValueError,
+        "attn_mask is made for 4 queries and 6 keys; got 5 and 5",
     ),
     "heads that do not divide": (
         lambda: attention(*heads(4, 3)),

@@ -14,13 +14,17 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.functional import scaled_dot_product_attention as imported_earlier
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from sorder.curvature.substitution import functional
 from sorder.func import checkpoint
 from sorder.ops import routing
+from sorder.ops.mask import Mask
 from sorder.ops.routing import exact_attention
+
+from ..attention.oracle import dense
 
 
 class Operator:
@@ -490,3 +494,25 @@ def test_switched_off_by_another_thread(operator: Operator) -> None:
     F.scaled_dot_product_attention(q, k, v)
     assert not operator.calls
     routing._set_stack([])
+
+
+@pytest.mark.parametrize("n_q", [3, 5, 9])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("routed", [False, True])
+def test_causal_biases_of_pytorch(make: Callable[[int, int], Tensor], n_q: int, routed: bool) -> None:
+    """Tensors that mean a causal mask, whose memory holds nothing."""
+    q, k, v = torch.randn(2, 3, n_q, 4).double(), *torch.randn(2, 2, 3, 5, 4).double()
+    visible = torch.ones(n_q, 5, dtype=torch.bool).tril(0 if make is causal_upper_left else 5 - n_q)
+    real = torch.arange(5) != 1
+
+    def product(call: Callable[..., Tensor]) -> Tensor:
+        return jvp(grad(lambda q: call(q).sin().sum()), (q,), (q.cos(),))[1]
+
+    def call(q: Tensor) -> Tensor:
+        return (F.scaled_dot_product_attention if routed else ATTENTION)(q, k, v, make(n_q, 5))
+
+    with exact_attention(strict=True):
+        assert close(product(call), product(lambda q: dense(q, k, v, visible=visible)[0]))
+    mask = Mask(key_padding=real.expand(2, 5))
+    got = product(lambda q: ATTENTION(q, k, v, make(n_q, 5), mask=mask))
+    assert close(got, product(lambda q: dense(q, k, v, visible=visible & real)[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     monkeypatch.setattr(routing, "_warned", set())
     yield seen
     exact_attention.disable()
+    gc.collect()  # contexts that a traceback still holds
     assert {name: getattr(flex_module, name) for name in NAMES} == BEFORE
 
 
