@@ -52,6 +52,12 @@ _REMEDIES = (
         "aot_autograd",
         "call the module that torch.compile wrapped, or torch.compiler.set_stance('force_eager')",
     ),
+    (
+        "weight_norm",
+        "its backward pass, where PyTorch differentiates it, takes the norms for constants: use "
+        "mode='forward-over-reverse' or 'auto', without torch.utils.checkpoint, or write the parametrization as "
+        "g * v / norm",
+    ),
     ("CuDNN RNNs", "run the closure under torch.backends.cudnn.flags(enabled=False)"),
     ("autograd.Function", "write its backward in differentiable operations, and a jvp where forward mode is wanted"),
 )

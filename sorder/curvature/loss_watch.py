@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sorder.func.ambient import FirstCallMode
+from sorder.func.second_order import WRONG_IN_EVERY_MODE
 
 # Losses convex in their first argument for any constant target that they allow. nll_loss and kl_div are
 # linear in log-probabilities, so their curvature is that of the log_softmax before them.
@@ -131,7 +132,7 @@ class LossWatch(FirstCallMode):
     """Context in which losses are recorded; :meth:`find` tells whether a scalar is a sum of them.
 
     ``on_generator`` is called with every ``torch.Generator`` that an operation is about to draw from. ``seen`` names
-    the losses met.
+    the losses met, ``wrong`` an operation met whose backward pass PyTorch differentiates wrongly.
 
     Example:
         >>> z = torch.randn(4, 3, requires_grad=True)
@@ -147,6 +148,7 @@ class LossWatch(FirstCallMode):
         self._tables = _Tables()
         self._calls = 0
         self.seen: list[str] = []
+        self.wrong: str | None = None
 
     def find(self, root: Tensor) -> LossSum | None:
         """The sum of losses that ``root`` is, or None."""
@@ -161,6 +163,8 @@ class LossWatch(FirstCallMode):
             self._on_generator(kwargs["generator"])
         if function in SPLITS:
             return self._split(function, args, kwargs)
+        if function in WRONG_IN_EVERY_MODE:
+            self.wrong = function.__name__
         tracked = self._combine(function, args, kwargs) if len(self._tables.sums) else None
         result = function(*args, **kwargs)
         if tracked is not None and isinstance(result, Tensor):

@@ -13,7 +13,8 @@ from sorder.curvature.graph import python_nodes, watch_for_cuts
 from sorder.curvature.split import Position, SplitRecorder
 from sorder.curvature.substitution import dual_parameters, functional
 from sorder.func.gradient import grad_and_value
-from sorder.func.no_grad import NoGradStopsTangents
+from sorder.func.second_order import RightSecondDerivatives
+from sorder.func.wide_norms import ForwardMode
 from sorder.func.written_out import WrittenOut
 
 Vector = Sequence[Tensor]
@@ -57,7 +58,7 @@ def hessian_by_substitution(
     substituted = functional(lambda: run().root, params, used)
 
     def root(*values: Tensor) -> tuple[Tensor, tuple[()]]:
-        with WrittenOut(norms=False):
+        with WrittenOut(norms=False), RightSecondDerivatives():
             return substituted(*values), ()
 
     gradient = grad_and_value(root, keep_graph=lambda _: False)
@@ -79,7 +80,7 @@ def hessian_by_dual_numbers(run: Callable[[], Evaluation], params: Vector, check
 
     def product(v: Vector) -> list[Tensor]:
         with dual_parameters(params, v):
-            with WrittenOut(norms=False):
+            with WrittenOut(norms=False), RightSecondDerivatives():
                 root = run().root
             found = torch.autograd.grad(root, params, allow_unused=True)
             duals = [None if g is None else forward_ad.unpack_dual(g) for g in found]
@@ -125,7 +126,7 @@ def jacobian_by_dual_numbers(
     """v ↦ J v, the live parameters being dual numbers, without any graph; nothing is kept."""
 
     def product(v: Vector) -> list[Tensor]:
-        with dual_parameters(params, v, graph=False), NoGradStopsTangents(), SplitRecorder(positions) as recorder:
+        with dual_parameters(params, v, graph=False), ForwardMode(), SplitRecorder(positions) as recorder:
             duals = [forward_ad.unpack_dual(z) for z in recorder.outputs(run().outputs)]
             check([d.primal.detach() for d in duals])
             return zeros_for_none([d.tangent for d in duals], [d.primal for d in duals])
@@ -144,7 +145,7 @@ def jacobian_by_substitution(
 
     def outputs(*values: Tensor) -> tuple[Tensor, ...]:
         # The recorder is entered first, so that it sees substituted arguments.
-        with NoGradStopsTangents(), SplitRecorder(positions) as recorder:
+        with ForwardMode(), SplitRecorder(positions) as recorder:
             evaluation = functional(run, params, used)(*values)
         own = {id(p): value for p, value in zip(params, values, strict=True)}
         return tuple(own.get(id(z), z) for z in recorder.outputs(evaluation.outputs))

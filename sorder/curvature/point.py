@@ -154,7 +154,7 @@ class CurvaturePoint:
                     gradient = known or list(torch.autograd.grad(root, self.params, allow_unused=True))
                     product = _no_product
                 elif self.kind == "hessian" or split is None:
-                    gradient, product = self._prepare_hessian(number)
+                    gradient, product = self._prepare_hessian(number, watches[number].wrong)
                 else:
                     gradient, product = self._prepare(number, split)
                 totals = added(totals, gradient)
@@ -208,13 +208,16 @@ class CurvaturePoint:
 
         return gradient, product
 
-    def _prepare_hessian(self, number: int) -> tuple[list[Tensor | None], Product]:
-        """Gradient of one closure, and its product with the Hessian."""
+    def _prepare_hessian(self, number: int, wrong: str | None) -> tuple[list[Tensor | None], Product]:
+        """Gradient of one closure, and its product with the Hessian.
+
+        ``wrong`` names an operation that it calls, and whose backward pass has a wrong derivative.
+        """
         root, gradient = self._evaluations[number].root, self._evaluations[number].gradient
         suspects = names(python_nodes(root))
         reverse_product: Product | None = None
-        failure: str | None = None
-        if self._mode != FORWARD:
+        failure = wrong
+        if self._mode != FORWARD and failure is None:
             try:
                 kept, reverse_product = modes.hessian_reverse_over_reverse(root, self.params)
                 gradient = gradient or kept

@@ -13,8 +13,8 @@ from sorder.func._arguments import Argnums, check_callable, check_scalar, moving
 from sorder.func._fused_attention import explained
 from sorder.func.hvp import hvp
 from sorder.func.loss_call import LossCall, find_loss_call
-from sorder.func.no_grad import NoGradStopsTangents
 from sorder.func.random_state import RandomState, with_the_same_draws
+from sorder.func.wide_norms import ForwardMode
 
 Loss = Callable[[Any], Tensor]
 
@@ -90,7 +90,7 @@ def gauss_newton_product(
 
     def model(*values: Any) -> Any:
         try:
-            with NoGradStopsTangents():
+            with ForwardMode():
                 returned = m.function(*values)
         except Exception as error:
             raise_if_swapped(model_fn, loss_fn, primals, error)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from sorder.func._arguments import Argnums, Moving, check_scalar, moving, split_aux
 from sorder.func._fused_attention import explained
 from sorder.func.gradient import grad_and_value, is_differentiated, is_recorded
+from sorder.func.second_order import RightSecondDerivatives
 from sorder.func.written_out import WrittenOut
 
 Mode = Literal["forward-over-reverse", "reverse-over-reverse", "reverse-over-forward"]
@@ -90,7 +91,7 @@ def value_grad_hvp(
     norms = mode == "reverse-over-forward" or _is_mapped((m.primals, m.tangents))
 
     def with_aux(*values: Any) -> tuple[Any, Any]:
-        with WrittenOut(norms, dropout=True):
+        with WrittenOut(norms, dropout=True), RightSecondDerivatives():
             out = m.function(*values)
         value, aux = split_aux("f", out, has_aux)
         pair = not has_aux and isinstance(value, tuple) and len(value) == 2

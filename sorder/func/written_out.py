@@ -9,6 +9,7 @@ Through torch 2.13:
 - ``mse_loss`` and ``huber_loss`` raise in forward over reverse;
 - ``silu``, ``mish``, ``hardsigmoid``, ``group_norm`` and ``soft_margin_loss`` raise there unless the backward pass is
   recorded, and ``glu`` in reverse over forward;
+- norms give 16-bit outputs a float32 tangent (:mod:`sorder.func.wide_norms`);
 - on CUDA, a softmax that widens its 16-bit input (as ``cross_entropy`` does under autocast) gives its 16-bit gradient a
   float32 tangent, over which the next matrix product raises;
 - on CUDA, the backward of dropout has no forward-mode rule (2.11);
@@ -26,18 +27,18 @@ from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
 from sorder.func.cross_entropy import cross_entropy, logsumexp, serves
-from sorder.func.no_grad import NoGradStopsTangents
+from sorder.func.wide_norms import WIDE_NORMS, ForwardMode, batch_norm, instance_norm, wide
 
 # Logits from which on the memory that the closed forms save is worth the host's time for them, some milliseconds.
 LARGE = 1 << 20
 
 
-class WrittenOut(NoGradStopsTangents):
+class WrittenOut(ForwardMode):
     """Within this mode losses and softmaxes are compositions of simpler operations, right everywhere.
 
     The cross-entropy and the log-sum-exp of many logits are those of :mod:`sorder.func.cross_entropy`.
 
-    It also is a :class:`sorder.func.no_grad.NoGradStopsTangents`.
+    It also is a :class:`sorder.func.wide_norms.ForwardMode`.
 
     Args:
         norms: whether layer, batch and instance norm are, too.
@@ -47,25 +48,18 @@ class WrittenOut(NoGradStopsTangents):
     def __init__(self, norms: bool, dropout: bool = False) -> None:
         super().__init__()
         self._replacements = (
-            _LOSSES | _ACTIVATIONS | _SOFTMAXES | (_NORMS if norms else {}) | (_DROPOUTS if dropout else {})
+            WIDE_NORMS
+            | _LOSSES
+            | _ACTIVATIONS
+            | _SOFTMAXES
+            | (_NORMS if norms else {})
+            | (_DROPOUTS if dropout else {})
         )
-
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``func`` or its replacement."""
-        return self._replacements.get(func, func)(*args, **kwargs)
 
 
 def _normalize(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     centered = x - x.mean(dims, keepdim=True)
     return centered * (centered.square().mean(dims, keepdim=True) + eps).rsqrt()
-
-
-def _wide(input: Tensor) -> tuple[Tensor, torch.dtype]:
-    """``input`` in float32 at least, and the dtype that the norm returns."""
-    kind = input.device.type
-    # CUDA's autocast runs norms in float32 and returns it; the CPU's leaves them alone.
-    out = torch.float32 if kind == "cuda" and torch.is_autocast_enabled(kind) else input.dtype
-    return input.to(torch.promote_types(input.dtype, torch.float32)), torch.promote_types(out, input.dtype)
 
 
 def _layer_norm(
@@ -75,7 +69,7 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    x, dtype = _wide(input)
+    x, dtype = wide(input)
     out = _normalize(x, tuple(range(-len(normalized_shape), 0)), eps)
     if weight is not None:
         out = out * weight
@@ -87,7 +81,7 @@ def _layer_norm(
 def _channel_norm(
     input: Tensor, dims: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    x, dtype = _wide(input)
+    x, dtype = wide(input)
     return _per_channel(_normalize(x, dims, eps), weight, bias).to(dtype)
 
 
@@ -110,7 +104,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if not training:  # the statistics are constants, and PyTorch's rule is right
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     _refuse_statistics("batch_norm", running_mean)
     return _channel_norm(input, (0, *range(2, input.dim())), weight, bias, eps)
 
@@ -118,7 +112,7 @@ def _batch_norm(
 def _group_norm(
     input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    x, dtype = _wide(input)
+    x, dtype = wide(input)
     batch, channels = input.shape[:2]
     if channels % num_groups:
         return F.group_norm(input, num_groups, weight, bias, eps)  # raises
@@ -137,7 +131,7 @@ def _instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if not use_input_stats:
-        return F.instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return instance_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     _refuse_statistics("instance_norm", running_mean)
     return _channel_norm(input, tuple(range(2, input.dim())), weight, bias, eps)
 

@@ -21,10 +21,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from sorder.curvature.graph import nodes
+from sorder.func.recompute import _Recompute
 from sorder.kfac.layers import Layer, Rows, match_layer
 from sorder.kfac.layout import Block, Place, Registry
 
 _functorch = torch._C._functorch
+# What the report calls uses that no torch function shows.
+UNSEEN = "a derivative inside the closure, or an autograd.Function"
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +141,7 @@ class Capture(TorchFunctionMode):
         if tensor.layout != torch.strided or tensor._is_zerotensor():
             return []
         found = self._storages.get(tensor.untyped_storage().data_ptr(), [])
-        return [i for i in found if len(found) == 1 or self._within(tensor, self._params[i])]
-
-    @staticmethod
-    def _within(tensor: Tensor, p: Tensor) -> bool:
-        return p.storage_offset() <= tensor.storage_offset() < p.storage_offset() + p.numel()
+        return [i for i in found if _starts_in(tensor, self._params[i])]
 
     def _match(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Use], set[int]]:
         """The uses that a call is, and the numbers of the parameters that they account for."""
@@ -155,8 +155,9 @@ class Capture(TorchFunctionMode):
             return self._stack(layer, vectors)
         place, turned = self._place(layer.weight)
         bias, _ = self._place(layer.bias)
+        if bias is not None and layer.weight is not None and bias.rows != layer.weight.shape[int(layer.transposed)]:
+            bias = None  # one number for all outputs is no column
         uses: list[Use] = []
-        covered = {p.index for p in (bias,) if p is not None}
         block: Block | None = None
         apart: Block | None = None
         if place is not None:
@@ -166,7 +167,6 @@ class Capture(TorchFunctionMode):
             kind, groups = layer.kind, layer.groups
             block, joint, apart = self._registry.for_weight(kind, place, bias, transposed, groups)
             if block is not None:
-                covered.add(place.index)
                 column = None if not block.vectors else 1.0 if joint else 0.0
                 uses.append(Use(layer, block, column, outputs_left=kind != "embedding"))
         elif bias is not None:
@@ -174,7 +174,7 @@ class Capture(TorchFunctionMode):
         if apart is not None:
             alone = replace(layer, inputs=None, outputs=partial(_flat_groups, layer.outputs))
             uses.append(Use(alone, apart, None, outputs_left=True))
-        return uses, covered
+        return uses, {p.index for use in uses for p in use.block.places}
 
     def _stack(self, layer: Layer, vectors: tuple[Place | None, ...]) -> tuple[list[Use], set[int]]:
         places = tuple(v for v in vectors if v is not None)
@@ -215,17 +215,19 @@ class Capture(TorchFunctionMode):
         """Carry each (outputs z, vector v) back: derivatives of ⟨z, v⟩.
 
         Args:
-            visit: called for every use and vector. visit_other: called for every parameter without a block, with its
-                own derivative.
+            visit: called for every use and vector. visit_other: called for every parameter without a block, or whose
+                layers do not lead to z, with its own derivative.
         """
         last: Tensor | None = None
+        missed: set[int] = set()
         for z, v in vectors:
             first, last = z is not last, z
+            missed = self._missed(z) if first else missed
             self._receive = partial(self._visit, visit, first)
             asked = [
                 i
                 for i, p in enumerate(self._params)
-                if p.requires_grad and (i in self._hidden or not self._registry.covers(i))
+                if p.requires_grad and (i in self._hidden or i in missed or not self._registry.covers(i))
             ]
             targets: list[Any] = [edge for _, edge in self._uses] + [self._params[i] for i in asked]
             if not targets:
@@ -238,8 +240,46 @@ class Capture(TorchFunctionMode):
                 if g is not None:
                     self._visit(visit, first, use, g)
             for i, g in zip(asked, found[len(self._uses) :], strict=True):
-                if g is not None and not self._registry.covers(i):
+                if g is not None and (i in missed or not self._registry.covers(i)):
                     visit_other(i, g.to_dense() if g.layout != torch.strided else g)
+
+    def _missed(self, z: Tensor) -> set[int]:
+        """Numbers of the parameters with a block that ``z`` depends on, but not by their layers' calls.
+
+        Those that it depends on in both ways are noted in ``others``. Second derivatives and classes of
+        ``autograd.Function`` are no torch functions; the graph shows what they used.
+        """
+        above: dict[Any, list[Any]] = {}
+        for node in nodes(z):
+            for below, _ in node.next_functions:
+                above.setdefault(below, []).append(node)
+        calls: dict[int, set[Any]] = {}
+        for use, edge in self._uses:
+            for place in use.block.places:
+                calls.setdefault(place.index, set()).add(edge.node)
+        numbers = {id(p): i for i, p in enumerate(self._params)}
+        missed = set()
+        for leaf in above:
+            i = numbers.get(id(getattr(leaf, "variable", None)))
+            if i is None or not self._registry.covers(i):
+                continue
+            by_layer = apart = False
+            seen, queue = set(), [leaf]
+            while queue:
+                node = queue.pop()
+                if node in seen:
+                    continue
+                seen.add(node)
+                if node in calls.get(i, ()) or getattr(type(node), "_forward_cls", None) is _Recompute:
+                    by_layer = True
+                else:
+                    apart = apart or node not in above  # it is the last one, z's own
+                    queue += above.get(node, [])
+            if apart and i not in self.others:
+                self.others[i] = {UNSEEN}
+            if not by_layer:
+                missed.add(i)
+        return missed
 
     @staticmethod
     def _visit(visit: Visit, first: bool, use: Use, g: Tensor) -> None:
@@ -262,6 +302,17 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def plain(tensor: Tensor) -> Tensor:
     """:func:`unwrapped`, without graph."""
     return unwrapped(tensor).detach()
+
+
+def _starts_in(tensor: Tensor, p: Tensor) -> bool:
+    """Whether the first entry of ``tensor``, which has the storage of ``p``, is one of ``p``."""
+    offset = tensor.storage_offset() - p.storage_offset()
+    if offset < 0 or not p.numel():
+        return False
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True), reverse=True):
+        if size > 1 and stride:
+            offset -= min(offset // stride, size - 1) * stride
+    return offset == 0
 
 
 def _flat_groups(outputs: Callable[[Tensor], Tensor], g: Tensor) -> Tensor:

@@ -92,9 +92,11 @@ def updated(
     batch = Batch(point, registry, options.estimator, options.samples, seed, loss_scale)
     sums = FactorSums(options.approximation, options.max_size, options.factor_dtype)
     batch.sweep(sums)
-    blocks = tuple(registry.blocks)
+    measured = list(zip(registry.blocks, _measured(registry.blocks, sums), strict=True))
+    # A layer whose result the loss does not see has nothing yet.
+    measured = [(b, entry) for b, entry in measured if entry or b in factors.blocks]
+    blocks, fresh = tuple(b for b, _ in measured), [entry for _, entry in measured]
     running = [*factors.running, *({"weight": 0.0} for _ in blocks[len(factors.running) :])]
-    fresh = _measured(blocks, sums)
     flat = [t for entry in fresh for t in entry.values()]
     _check_finite(flat)
     common = iter(mean(flat))
@@ -104,7 +106,8 @@ def updated(
             old = running[number] if running[number]["weight"] else None
             running[number] = averaged(old, named, options.decay)
     diagonals = dict(factors.diagonals or {})
-    numbers = sorted(sums.diagonals)
+    in_blocks = {p.index for b in blocks for p in b.places}
+    numbers = sorted(sums.diagonals.keys() - in_blocks)
     _check_finite([sums.diagonals[i] for i in numbers])
     for i, d in zip(numbers, mean([sums.diagonals[i] for i in numbers]), strict=True):
         diagonals[i] = averaged(diagonals.get(i), {"diagonal": d}, options.decay)

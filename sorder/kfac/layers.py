@@ -88,6 +88,10 @@ def _matmul(bound: dict[str, Any], rows: Rows) -> Layer | None:
     return _times(bound["input"], bound["other"], None, rows)
 
 
+def _mm(bound: dict[str, Any], rows: Rows) -> Layer | None:
+    return _times(bound["input"], bound["mat2"], None, rows)
+
+
 def _times(x: Any, weight: Any, bias: Any, rows: Rows) -> Layer | None:
     """x W with the weight on the right; a weight that is a transposed view counts as the weight of a linear layer."""
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -217,10 +221,10 @@ _LAYERS: dict[Any, tuple[tuple[str, ...], Callable[[dict[str, Any], Rows], Layer
     F.linear: (("input", "weight", "bias"), _linear),
     torch.addmm: (("input", "mat1", "mat2"), _addmm),
     torch.matmul: (("input", "other"), _matmul),
-    torch.mm: (("input", "other"), _matmul),
+    torch.mm: (("input", "mat2"), _mm),
     Tensor.matmul: (("input", "other"), _matmul),
     Tensor.__matmul__: (("input", "other"), _matmul),
-    Tensor.mm: (("input", "other"), _matmul),
+    Tensor.mm: (("input", "mat2"), _mm),
     F.conv1d: (_CONVOLUTION, _convolution(1)),
     F.conv2d: (_CONVOLUTION, _convolution(2)),
     F.conv3d: (_CONVOLUTION, _convolution(3)),

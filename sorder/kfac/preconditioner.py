@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class KFACPreconditioner:
             curvature, which differ from batch to batch, but behind (K + λ)⁻¹ they would begin there. 0 is for systems
             that are to be solved accurately.
         factor_dtype, inverse_dtype: in which factors are summed, and factorised. Default: the parameters', float32 at
-            least.
+            least; what a layer saw in 16 bits on a GPU is multiplied in 16 bits, and summed in float32.
         seed: of labels and signs, which are functions of it and of the number of the update. Default 0.
 
     Raises:
@@ -135,8 +135,7 @@ class KFACPreconditioner:
                 micro-batches of one batch.
             loss_scale: what the closure's loss is multiplied by, such as ``scaler.get_scale()``. Default 1.
         """
-        if not loss_scale > 0.0:
-            raise ValueError(f"loss_scale must be positive, got {loss_scale!r}")
+        check_loss_scale(loss_scale)
         kept = [(p.grad, None if p.grad is None else p.grad.detach().clone()) for p in self.params]
         point: CurvaturePoint | None = None
         try:
@@ -166,6 +165,8 @@ class KFACPreconditioner:
     def update(self, product: Callable[[Vector], Sequence[Tensor]] | None, damping: float) -> None:
         """Set λ, and make the inverses anew where that is due. ``product`` is not used."""
         self._check_measured()
+        if not 0.0 <= damping < float("inf"):
+            raise ValueError(f"damping must lie in [0.0, inf), got {damping!r}")
         self.damping = kronecker.factor_damping(self.factors, self.options, float(damping))
         # EKFAC's bases know nothing of λ, and its scales were measured in them.
         if self.options.inverse != "ekfac":
@@ -180,6 +181,9 @@ class KFACPreconditioner:
             raise ValueError(
                 f"v must have one tensor for each of {len(self.params)} parameters that require gradients, got {len(v)}"
             )
+        for i, (t, p) in enumerate(zip(v, self.params, strict=True)):
+            if t.shape != p.shape:
+                raise ValueError(f"v[{i}] must have the parameter's shape {tuple(p.shape)}, got {tuple(t.shape)}")
         if None in self.factors.inverse and self.options.inverse != "ekfac":
             self.factors = kronecker.inverted(self.factors, self.options, self.damping)
         return kronecker.solve(self.factors, v, self.damping)
@@ -192,6 +196,7 @@ class KFACPreconditioner:
         """Factors, inverses and counters, as plain containers of tensors that are never changed in place."""
         return {
             "factors": kronecker.packed(self.factors),
+            "shapes": [tuple(p.shape) for p in self.params],
             "damping": self.damping,
             "refreshed": self._refreshed,
             "updated": self._updated,
@@ -203,16 +208,20 @@ class KFACPreconditioner:
         Raises:
             ValueError: it is not the state of a preconditioner for parameters like these. Nothing has changed.
         """
-        missing = [name for name in ("factors", "damping", "refreshed", "updated") if name not in state_dict]
+        missing = [name for name in ("factors", "shapes", "damping", "refreshed", "updated") if name not in state_dict]
         if missing:
             raise ValueError(f"state_dict must be that of a KFACPreconditioner, but lacks {', '.join(missing)}")
-        places = [p for _, weight, vectors, *_ in state_dict["factors"]["blocks"] for p in (weight, *vectors) if p]
-        count = 1 + max((p[0] for p in places), default=-1)
-        if count > len(self.params):
+        saved, own = [tuple(s) for s in state_dict["shapes"]], [tuple(p.shape) for p in self.params]
+        if len(saved) != len(own):
             raise ValueError(
-                f"state_dict must be that of a KFACPreconditioner with {len(self.params)} parameters, got one with "
-                f"{count} at least"
+                f"state_dict must be that of a KFACPreconditioner with {len(own)} parameters, got one with {len(saved)}"
             )
+        for name, got, shape in zip(self.names, saved, own, strict=True):
+            if got != shape:
+                raise ValueError(
+                    f"state_dict must be that of a KFACPreconditioner for parameters of these shapes, but {name} has "
+                    f"{shape}, and had {got}"
+                )
         devices = [p.device for p in self.params]
         self.factors = kronecker.unpacked(state_dict["factors"], devices)
         self.damping = state_dict["damping"]
@@ -276,6 +285,17 @@ def named(params: Any) -> tuple[list[str], list[Tensor]]:
     return names, found
 
 
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is an integer, True and False left out."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_loss_scale(loss_scale: Any) -> None:
+    """ValueError unless a loss can have been multiplied by ``loss_scale``."""
+    if not isinstance(loss_scale, SupportsFloat) or not 0.0 < float(loss_scale) < float("inf"):
+        raise ValueError(f"loss_scale must lie in (0.0, inf), got {loss_scale!r}")
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """ValueError that names the first option out of its range, what it is and what is allowed."""
     choices = {"estimator": ESTIMATORS, "approximation": APPROXIMATIONS, "inverse": INVERSES}
@@ -283,12 +303,14 @@ def check_options(options: Mapping[str, Any]) -> None:
         if options[name] not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {options[name]!r}")
     for name in ("samples", "factor_interval", "inverse_interval", "max_size"):
-        if not isinstance(options[name], int) or options[name] < 1:
+        if not is_integer(options[name]) or options[name] < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {options[name]!r}")
-    if not 0.0 <= float(options["least_damping"]) < float("inf"):
-        raise ValueError(f"least_damping must lie in [0.0, inf), got {options['least_damping']!r}")
-    if not 0.0 <= float(options["decay"]) < 1.0:
-        raise ValueError(f"decay must lie in [0.0, 1.0), got {options['decay']!r}")
+    if not is_integer(options["seed"]):
+        raise ValueError(f"seed must be an integer, got {options['seed']!r}")
+    for name, high in (("least_damping", float("inf")), ("decay", 1.0)):
+        value = options[name]
+        if not isinstance(value, SupportsFloat) or not 0.0 <= float(value) < high:
+            raise ValueError(f"{name} must lie in [0.0, {high}), got {value!r}")
     for name in ("factor_dtype", "inverse_dtype"):
         if options[name] not in (None, torch.float32, torch.float64):
             raise ValueError(f"{name} must be torch.float32, torch.float64 or None, got {options[name]!r}")

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from sorder.linalg.pytree import wide_dtype
 from sorder.optim import diagonal_update
-from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common, check_range
+from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common
 from sorder.optim.diagonal_update import Rule, square_norm
+from sorder.optim.validation import check_integer, check_range
 
 BLOCK_AVERAGES = ("signed", "absolute")
 
@@ -125,8 +126,7 @@ class AdaHessian(DiagonalOptimizer[AdaHessianStep]):
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_common(options)
         check_range(options, "hessian_power", 0.0, 1.0)
-        if options["block_size"] != int(options["block_size"]) or options["block_size"] < 1:
-            raise ValueError(f"block_size must be an integer of at least 1, got {options['block_size']!r}")
+        check_integer(options, "block_size", 1)
         if options["block_average"] not in BLOCK_AVERAGES:
             raise ValueError(f"block_average must be 'signed' or 'absolute', got {options['block_average']!r}")
 

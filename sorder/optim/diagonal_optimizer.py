@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, SupportsFloat, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,15 @@ from sorder.optim.attention_routing import routed_attention
 from sorder.optim.diagonal_update import Rule
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_parameters, check_state_dict, new_group, not_nested
+from sorder.optim.validation import (
+    check_integer,
+    check_maximize,
+    check_parameters,
+    check_range,
+    check_state_dict,
+    new_group,
+    not_nested,
+)
 
 Estimator = Callable[[diagonal.Product, Sequence[Tensor], torch.Generator], Sequence[Tensor]]
 ESTIMATORS = ("hutchinson", "bekas", "exact")
@@ -353,28 +361,20 @@ def check_finite(tensors: Sequence[Tensor | None], what: str) -> None:
         raise FloatingPointError(f"the {what} of parameter {i} (shape {tuple(t.shape)}) is not finite")
 
 
-def check_range(options: Mapping[str, Any], name: str, low: float, high: float = math.inf, open_: str = "") -> None:
-    """ValueError unless ``low ≤ options[name] ≤ high``; strict at the ends that ``open_`` ("low", "high") names."""
-    value = options[name]
-    number = float(value)
-    above = low < number if "low" in open_ else low <= number
-    below = number < high if "high" in open_ or high == math.inf else number <= high
-    if not (above and below):
-        left, right = "(" if "low" in open_ else "[", ")" if "high" in open_ or high == math.inf else "]"
-        raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value!r}")
-
-
 def check_common(options: Mapping[str, Any]) -> None:
     """Check the options that the diagonal family shares."""
     check_range(options, "lr", 0.0)
     check_range(options, "weight_decay", 0.0)
     check_range(options, "eps", 0.0, open_="low")
     betas = options["betas"]
-    if len(betas) != 2 or not all(0.0 <= float(b) < 1.0 for b in betas):
+    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+    if not pair or not all(isinstance(b, SupportsFloat) and 0.0 <= float(b) < 1.0 for b in betas):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas!r}")
     for name in ("update_interval", "probes"):
-        if options.get(name, 1) != int(options.get(name, 1)) or options.get(name, 1) < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {options[name]!r}")
+        if name in options:
+            check_integer(options, name, 1)
+    check_integer(options, "seed")
+    check_maximize(options)
     if options["attention"] not in ("exact", None):
         raise ValueError(f"attention must be 'exact' or None, got {options['attention']!r}")
     dtype = options["state_dtype"]

@@ -25,7 +25,7 @@ def gnb_loss(
         The sum, a scalar with its graph, and the count of rows, a 0-dimensional integer tensor.
 
     Raises:
-        ValueError: ``logits`` has no class dimension, or ``keep`` does not fit.
+        ValueError: ``logits`` has no class, or ``keep`` does not fit.
 
     Example:
         >>> logits = torch.zeros(4, 3, requires_grad=True)
@@ -33,7 +33,7 @@ def gnb_loss(
         >>> round(loss.item(), 3), int(rows)
         (4.394, 4)
     """
-    if logits.dim() < 1 or not logits.is_floating_point():
+    if logits.dim() < 1 or not logits.shape[-1] or not logits.is_floating_point():
         raise ValueError(f"logits must be floating-point of shape (..., C), got {logits.dtype} {tuple(logits.shape)}")
     if keep is not None and (keep.shape != logits.shape[:-1] or keep.dtype != torch.bool):
         raise ValueError(

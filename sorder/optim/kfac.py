@@ -13,20 +13,28 @@ from torch.optim import Optimizer
 
 from sorder.curvature import CurvaturePoint
 from sorder.curvature.evaluation import PlainClosure
-from sorder.curvature.point import gradients_kept
+from sorder.curvature.point import MODES, gradients_kept
 from sorder.kfac import kronecker
 from sorder.kfac.kronecker import Factors, Options
+from sorder.kfac.preconditioner import check_loss_scale, warn_of_fallbacks
 from sorder.kfac.preconditioner import check_options as check_kfac_options
-from sorder.kfac.preconditioner import warn_of_fallbacks
 from sorder.kfac.report import report
 from sorder.optim import kfac_model
 from sorder.optim.attention_routing import routed_attention
-from sorder.optim.diagonal_optimizer import check_finite, check_range, gradients_of
+from sorder.optim.diagonal_optimizer import check_finite, gradients_of
 from sorder.optim.kfac_model import KFACStep
 from sorder.optim.kfac_step import GLOBAL, StepInProgress
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import check_parameters, check_state_dict, new_group, not_nested
+from sorder.optim.validation import (
+    check_integer,
+    check_maximize,
+    check_parameters,
+    check_range,
+    check_state_dict,
+    new_group,
+    not_nested,
+)
 
 RULES = ("quadratic", "kl")
 UPDATES = ("levenberg-marquardt", "constant")
@@ -142,7 +150,9 @@ class KFAC(Optimizer):
     @staticmethod
     def _check_options(options: Mapping[str, Any]) -> None:
         check_kfac_options(options)
-        for name, allowed in (("step_rule", RULES), ("damping_update", UPDATES), ("attention", ("exact", None))):
+        for name, allowed in (
+            ("step_rule", RULES), ("damping_update", UPDATES), ("mode", MODES), ("attention", ("exact", None)),
+        ):  # fmt: skip
             if options[name] not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {options[name]!r}")
         for name in ("lr", "weight_decay"):
@@ -153,8 +163,8 @@ class KFAC(Optimizer):
         check_range(options, "damping_decrease", 0.0, 1.0, open_="low")
         check_range(options, "damping_increase", 1.0)
         check_range(options, "momentum", 0.0, 1.0, open_="high")
-        if not isinstance(options["damping_interval"], int) or options["damping_interval"] < 1:
-            raise ValueError(f"damping_interval must be an integer of at least 1, got {options['damping_interval']!r}")
+        check_integer(options, "damping_interval", 1)
+        check_maximize(options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step measures the factors."""
@@ -180,8 +190,7 @@ class KFAC(Optimizer):
             closure: returns the loss, on the whole batch or a part of it; or a sequence, summed.
             loss_scale: what the loss is multiplied by, such as ``scaler.get_scale()``. Default 1.
         """
-        if not loss_scale > 0.0:
-            raise ValueError(f"loss_scale must be positive, got {loss_scale!r}")
+        check_loss_scale(loss_scale)
         params, options = self._trainable(), self.param_groups[0]
         kind = "ggn" if options["damping"] is None else None
         with routed_attention(options["attention"]), Transaction(params, self.state) as transaction:

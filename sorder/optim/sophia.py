@@ -16,9 +16,10 @@ from sorder.curvature.diagonal import gauss_newton_bartlett
 from sorder.func.random_state import RandomState
 from sorder.linalg.pytree import wide_dtype
 from sorder.optim import diagonal_update
-from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common, check_range
+from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common
 from sorder.optim.diagonal_update import Rule, square_norm
 from sorder.optim.reductions import Reduction
+from sorder.optim.validation import check_range
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,34 @@ def check_options(options: Mapping[str, Any]) -> None:
             span = f"{'[' if with_low else '('}{low}, {high}{']' if with_high else ')'}"
             raise ValueError(f"{name} must lie in {span}{' or be None' if with_none else ''}, got {value!r}")
     for name in INTEGERS:
-        if not isinstance(options[name], int) or isinstance(options[name], bool):
-            raise ValueError(f"{name} must be an integer, got {options[name]!r}")
+        check_integer(options, name)
+    check_maximize(options)
+
+
+def check_range(options: Mapping[str, Any], name: str, low: float, high: float = math.inf, open_: str = "") -> None:
+    """ValueError unless ``low ≤ options[name] ≤ high``; strict at the ends that ``open_`` ("low", "high") names."""
+    value = options[name]
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        number = math.nan
+    above = low < number if "low" in open_ else low <= number
+    below = number < high if "high" in open_ or high == math.inf else number <= high
+    if not (above and below):
+        left, right = "(" if "low" in open_ else "[", ")" if "high" in open_ or high == math.inf else "]"
+        raise ValueError(f"{name} must lie in {left}{low}, {high}{right}, got {value!r}")
+
+
+def check_integer(options: Mapping[str, Any], name: str, low: int | None = None) -> None:
+    """ValueError unless ``options[name]`` is an integer, of at least ``low`` where that is given."""
+    value = options[name]
+    if not isinstance(value, int) or isinstance(value, bool) or (low is not None and value < low):
+        least = "" if low is None else f" of at least {low}"
+        raise ValueError(f"{name} must be an integer{least}, got {value!r}")
+
+
+def check_maximize(options: Mapping[str, Any]) -> None:
+    """ValueError unless ``options["maximize"]`` is True or False."""
     if not isinstance(options["maximize"], bool):
         raise ValueError(f"maximize must be True or False, got {options['maximize']!r}")
 

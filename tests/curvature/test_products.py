@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import sorder.func
 from sorder.curvature import CurvaturePoint
+from sorder.curvature.errors import CurvatureError
 from tests.cases import CASES, Transformer, dense_ggn, dense_hessian, flatten, make_problem, relative_error
 
 MODES = ("reverse-over-reverse", "forward-over-reverse")
@@ -27,9 +28,11 @@ def tangent(params: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def no_fallback() -> object:
+def no_fallback(request: pytest.FixtureRequest) -> object:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*taking .* instead.*")
+        if "torch's checkpoint" in request.node.name:  # the Function inside has no forward mode in torch 2.11
+            warnings.filterwarnings("ignore", "forward-over-reverse cannot differentiate custom autograd.Function")
         yield
 
 
@@ -265,3 +268,63 @@ def test_a_caller_s_autocast_region_does_not_reach_the_derivatives() -> None:
     want = flatten(exact.product(tangent(params)))
     for got in results:
         assert 1e-4 < relative_error(got, want) < 0.1  # bfloat16 in the closure, nowhere else
+
+
+@pytest.mark.parametrize("wrap", [lambda block: block, sorder.func.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("mode", ["auto", "forward-over-reverse"])
+def test_a_weight_normed_layer_has_the_hessian_of_its_formula(
+    wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]], mode: str
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)).double()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0])
+    params, block = list(layer.parameters()), wrap(layer)
+
+    def formula(bias: Tensor, g: Tensor, v: Tensor) -> Tensor:
+        weight = g * v / v.square().sum(1, keepdim=True).sqrt()
+        return F.cross_entropy(F.linear(x, weight, bias).sin(), y)
+
+    def closure() -> Tensor:
+        return F.cross_entropy(block(x).sin(), y)
+
+    v = tangent(params)
+    want = torch.func.jvp(torch.func.grad(formula, (0, 1, 2)), tuple(p.detach() for p in params), tuple(v))[1]
+    with CurvaturePoint(closure, params, "hessian", mode=mode) as point, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*cannot differentiate _weight_norm; taking forward-over-reverse.*")
+        assert relative_error(point.product(v), want) < BOUND
+
+
+def test_a_wrong_second_backward_pass_is_refused_with_the_remedy() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    params = list(layer.parameters())
+
+    def closure() -> Tensor:
+        return layer(torch.ones(2, 4)).sin().sum()
+
+    message = r"_weight_norm lacks a derivative.*takes the norms for constants"
+    with (
+        CurvaturePoint(closure, params, "hessian", mode="reverse-over-reverse") as point,
+        pytest.raises(CurvatureError, match=message),
+    ):
+        point.product(tangent(params))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "function", [torch.det, torch.logdet, torch.cholesky_inverse, lambda a: torch.linalg.solve(a, a.sin())]
+)
+def test_functions_of_a_factorisation(function: Callable[[Tensor], Tensor], mode: str) -> None:
+    torch.manual_seed(0)
+    root = torch.randn(4, 4, dtype=torch.float64)
+    p = (root @ root.T + torch.eye(4, dtype=torch.float64)).requires_grad_()
+
+    def closure() -> Tensor:
+        return function(p).sin().sum()
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.func.grad(lambda a: function(a).sin().sum())(value)
+
+    v = tangent([p])
+    want = torch.func.vjp(gradient, p.detach())[1](v[0])[0]
+    with CurvaturePoint(closure, [p], "hessian", mode=mode) as point:
+        assert relative_error(point.product(v), [want]) < BOUND

@@ -111,7 +111,7 @@ def test_a_scaled_loss_is_unscaled(scale: float) -> None:
     want = fitted(model, lambda: language_loss(model), inverse="ekfac")
     got = fitted(model, lambda: scaler.scale(language_loss(model)), loss_scale=scaler.get_scale(), inverse="ekfac")
     assert relative_error(tensors(got), tensors(want)) < 1e-12
-    with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
+    with pytest.raises(ValueError, match="loss_scale must lie in"):
         got.update_factors(lambda: language_loss(model), loss_scale=0.0)
 
 
@@ -300,3 +300,126 @@ def test_a_loss_without_labels_is_refused() -> None:
     net = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="K-FAC needs a loss that defines a distribution of labels"):
         fitted(net, lambda: net(torch.ones(1, 2)).cosh().sum())
+
+
+class Shares(nn.Module):
+    """Two layers with one bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.bias = self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).tanh())
+
+
+class Squared(torch.autograd.Function):
+    """x ↦ xW², written by hand: no torch function shows that W is used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.square()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return g @ weight.square().T, 2.0 * weight * (x.T @ g)
+
+
+def slope(net: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0]
+
+
+UNSEEN = "its use by a derivative inside the closure, or an autograd.Function"
+
+
+@pytest.mark.parametrize(
+    ("make", "outputs", "name", "want"),
+    [
+        (Shares, lambda net, x: net(x), "a.bias", "NOT in it: its use by linear"),
+        (lambda: nn.Linear(4, 4), lambda net, x: Squared.apply(net(x), net.weight), "weight", f"NOT in it: {UNSEEN}"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), slope, "0.weight", f"NOT in it: {UNSEEN}"),
+    ],
+    ids=["shared bias", "autograd.Function", "derivative"],
+)
+def test_no_further_use_is_left_out_in_silence(
+    make: Callable[[], nn.Module], outputs: Callable[..., Tensor], name: str, want: str
+) -> None:
+    torch.manual_seed(0)
+    net, x, y = make().double(), torch.randn(6, 4).double(), torch.randint(0, 4, (6,))
+    kfac = fitted(net, lambda: F.cross_entropy(outputs(net, x), y))
+    lines = {line.split()[0]: line for line in kfac.report().splitlines()[1:]}
+    assert "K-FAC 4 ⊗" in lines[name] and want in lines[name]
+
+
+def test_a_weight_whose_layer_does_not_lead_to_the_loss_has_its_own_diagonal() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    x = torch.randn(1, 4).double()
+    # Of the last layer the derivative sees the weight alone, and its call not at all.
+    kfac = fitted(net, lambda: F.mse_loss(slope(net, x)[:, :1], x[:, :1]), estimator="type-2")
+    weight, bias = (line for line in kfac.report().splitlines() if line.startswith("2."))
+    assert "diagonal" in weight and "the loss did not use it" in bias
+    (jacobian,) = torch.autograd.grad(slope(net, x)[0, 0], net[2].weight)
+    (found,) = [d["diagonal"] / d["weight"] for i, d in kfac.factors.diagonals.items() if kfac.names[i] == "2.weight"]
+    assert relative_error([found], [2.0 * jacobian.square()]) < 1e-12
+
+
+def test_a_layer_that_the_loss_does_not_see_has_no_block() -> None:
+    net, head = nn.Linear(3, 2).double(), nn.Linear(3, 5).double()
+    x = torch.ones(4, 3).double()
+
+    def loss() -> Tensor:
+        head(x)
+        return F.cross_entropy(net(x), torch.tensor([0, 1, 1, 0]))
+
+    kfac = fitted([*net.parameters(), *head.parameters()], loss, inverse_interval=5)
+    assert len(kfac.factors.blocks) == 1 and kfac.report().count("the loss did not use it") == 2
+    kfac.update(None, 0.1)
+    made = kfac.factors.inverse
+    kfac([torch.ones_like(p) for p in kfac.params])
+    assert kfac.factors.inverse is made  # not once more for each vector
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_tensor_of_the_same_storage_is_no_part_of_a_parameter(frozen: int) -> None:
+    torch.manual_seed(0)
+    flat = torch.randn(2, 4, 4, dtype=torch.float64)
+    halves = [nn.Parameter(half, requires_grad=i != frozen) for i, half in enumerate(flat)]
+    scale = torch.ones(4, dtype=torch.float64, requires_grad=True)  # so that both products are in the graph
+    x, y = torch.randn(6, 4).double(), torch.randint(0, 4, (6,))
+
+    def fit(weights: list[Tensor]) -> KFACPreconditioner:
+        chosen = [w for w in (*weights, scale) if w.requires_grad]
+        return fitted(chosen, lambda: F.cross_entropy(((x * scale) @ weights[0].T).tanh() @ weights[1].T, y))
+
+    got, want = fit(halves), fit([half.detach().clone().requires_grad_(half.requires_grad) for half in halves])
+    assert [b.pack() for b in got.factors.blocks] == [b.pack() for b in want.factors.blocks]
+    assert len(got.factors.blocks) == 1 and relative_error(tensors(got), tensors(want)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("call", "shape"), [(torch.addmm, (4, 3)), (lambda b, x, w: F.linear(x, w, b), (3, 4))], ids=["addmm", "linear"]
+)
+def test_a_bias_of_one_number_for_all_outputs_has_its_own_diagonal(
+    call: Callable[..., Tensor], shape: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in (shape, (1,)))
+    x, y = torch.randn(1, 4).double(), torch.tensor([[0.0, 1.0, 2.0]], dtype=torch.float64)
+    kfac = fitted([weight, bias], lambda: F.mse_loss(call(bias, x, weight).square(), y), estimator="type-2")
+    assert "K-FAC 3 ⊗ 4" in kfac.report().splitlines()[1] and "fallback" in kfac.report().splitlines()[2]
+    jacobian = torch.autograd.functional.jacobian(lambda b: call(b, x, weight).square(), bias)
+    found = kfac.factors.diagonals[1]
+    assert relative_error([found["diagonal"] / found["weight"]], [jacobian.square().sum().reshape(1) * 2 / 3]) < 1e-12
+    kfac.update(None, 0.1)
+    assert all(t.isfinite().all() for t in kfac([torch.ones_like(p) for p in kfac.params]))
+
+
+@pytest.mark.parametrize("call", [lambda x, w: torch.mm(x, mat2=w), lambda x, w: torch.matmul(input=x, other=w)])
+def test_products_with_arguments_by_name(call: Callable[..., Tensor]) -> None:
+    w, x = torch.ones(4, 3, requires_grad=True), torch.ones(2, 4)
+    assert "K-FAC 3 ⊗ 4" in fitted([w], lambda: F.cross_entropy(call(x, w), torch.tensor([0, 2]))).report()

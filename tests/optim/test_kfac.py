@@ -334,6 +334,10 @@ def test_the_report_names_parameters_and_what_has_no_block() -> None:
         ({"least_damping": -1.0}, r"least_damping must lie in \[0.0, inf\), got -1.0"),
         ({"momentum": 1.0}, r"momentum must lie in \[0.0, 1.0\), got 1.0"),
         ({"kl_bound": -1.0}, "kl_bound must lie in"),
+        ({"lr": None}, r"lr must lie in \[0.0, inf\), got None"),
+        ({"seed": 0.5}, "seed must be an integer, got 0.5"),
+        ({"maximize": None}, "maximize must be True or False, got None"),
+        ({"mode": "forward"}, "mode must be one of 'auto'"),
         ({"inverse": "lu"}, "inverse must be one of"),
     ],
 )

@@ -177,6 +177,8 @@ def test_gnb_loss_leaves_out_rows_and_draws_from_the_model() -> None:
     assert (drawn - p).abs().max() < 5 * 0.5 / 15000**0.5
     with pytest.raises(ValueError, match="keep must be bool"):
         gnb_loss(logits, keep=keep.float())
+    with pytest.raises(ValueError, match=r"logits must be floating-point of shape \(..., C\), got .* \(2, 0\)"):
+        gnb_loss(torch.zeros(2, 0))
 
 
 def test_every_update_draws_labels_of_its_own() -> None:
@@ -269,6 +271,12 @@ def test_the_states_dtype_survives_a_state_dict(state_dtype: torch.dtype | None,
         ({"betas": (0.9, 1.0)}, "betas must be two numbers in"),
         ({"update_interval": 0}, "update_interval must be an integer of at least 1, got 0"),
         ({"probes": 1.5}, "probes must be an integer"),
+        ({"update_interval": None}, "update_interval must be an integer of at least 1, got None"),
+        ({"lr": "fast"}, r"lr must lie in \[0.0, inf\), got 'fast'"),
+        ({"betas": None}, "betas must be two numbers in"),
+        ({"betas": ("0.9", 0.99)}, "betas must be two numbers in"),
+        ({"seed": "0"}, "seed must be an integer, got '0'"),
+        ({"maximize": "yes"}, "maximize must be True or False, got 'yes'"),
         ({"distribution": "uniform"}, "distribution must be one of 'rademacher', 'normal'"),
         ({"estimator": "guess"}, "estimator must be one of"),
         ({"state_dtype": torch.int8}, "state_dtype must be a floating-point"),
