@@ -58,7 +58,7 @@ class FactorSums:
         """Add one use's part for one vector."""
         side = "left" if use.outputs_left else "right"
         term = self.terms.setdefault(use.block, {}).setdefault(side, Term())
-        g = outputs_of(use, g, self.approximation, self.dtype)
+        g = outputs_of(use, g, self.approximation, self._dtype(g))
         term.outputs = term.outputs + self._outer(g)
         if first if use.recomputed else id(use) not in self._counted:
             if not use.recomputed:
@@ -70,24 +70,33 @@ class FactorSums:
         square = g.to(wide(g, self.dtype)).square()
         self.diagonals[index] = square + self.diagonals[index] if index in self.diagonals else square
 
+    def _dtype(self, g: Tensor) -> torch.dtype | None:
+        """What a layer's rows are multiplied in: their own 16 bits on a GPU, where the sums are float32 all the same.
+
+        Under autocast the layer itself saw its inputs in the 16 bits of its outputs.
+        """
+        exact = g.is_cuda and g.dtype in (torch.float16, torch.bfloat16) and self.approximation == "expand"
+        return g.dtype if self.dtype is None and exact else self.dtype
+
     def _add_inputs(self, term: Term, use: Use, g: Tensor) -> None:
+        dtype = wide(g, self.dtype)
         if use.layer.inputs is None:
-            term.inputs = g.new_ones(1, 1, 1) * 1.0
+            term.inputs = g.new_ones(1, 1, 1, dtype=dtype)
             term.rows = 1
             return
         a = use.layer.inputs()
         if a.is_floating_point():
-            a = inputs_of(use, a, self.approximation, self.dtype)
+            a = inputs_of(use, a, self.approximation, self._dtype(g))
             term.inputs, term.rows = term.inputs + self._outer(a), term.rows + a.shape[0] * a.shape[1]
             return
         assert use.layer.weight is not None
         samples, positions = a.shape
         size = use.layer.weight.shape[0]
         if self.approximation == "expand":
-            counts = torch.bincount(a.flatten(), minlength=size + 1)[:size].to(g.dtype)
+            counts = torch.bincount(a.flatten(), minlength=size + 1)[:size].to(dtype)
             term.rows += a.numel()
         else:
-            _, (ids, sums) = _per_sample(a, g.new_ones(a.numel(), 1), size)
+            _, (ids, sums) = _per_sample(a, g.new_ones(a.numel(), 1, dtype=dtype), size)
             shares = (sums.squeeze(-1) / positions).square()
             counts = shares.new_zeros(size + 1).index_add_(0, ids, shares)[:size]
             term.rows += samples
@@ -96,9 +105,17 @@ class FactorSums:
     def _outer(self, x: Tensor) -> Tensor:
         """Σ xxᵀ over samples and positions, or its diagonal where it is too large."""
         if x.shape[-1] > self.max_size:
-            return x.square().sum((0, 1))
-        rows = x.flatten(0, 1).transpose(0, 1)
-        return rows.transpose(1, 2) @ rows
+            return x.to(wide(x, self.dtype)).square().sum((0, 1))
+        return gram(x.flatten(0, 1).transpose(0, 1))
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Σ xxᵀ over the rows x of (groups, rows, m), in float32 at least."""
+    if rows.dtype not in (torch.float16, torch.bfloat16):
+        return rows.mT @ rows
+    size = rows.shape[-1]
+    rows = F.pad(rows, (0, -size % 8))  # for the matrix units; a bias's column has made the width odd
+    return torch.bmm(rows.mT, rows, out_dtype=torch.float32)[:, :size, :size]
 
 
 def wide(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
