@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatte
 
 from sorder.func.ambient import Ambient, FirstCallMode
 from sorder.func.recompute import recompute
+from sorder.ops.memo import Memo
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -49,7 +50,8 @@ def checkpoint(function: _F, *, preserve_rng_state: bool = True) -> _F:
     a gradient from each call, zero or not.
 
     Under ``jvp(grad(...))`` a block is evaluated forward once plainly and once with tangents, and again, with its
-    pullback, once plainly and once with tangents: about twice the products without checkpoint.
+    pullback, once plainly and once with tangents: about twice the products without checkpoint. Of large
+    :func:`sorder.attention` the graph keeps the output then, so that its value and its pullback are computed once.
 
     Args:
         function: module or callable; pytrees in and out, other arguments pass through. Its result may not depend
@@ -111,6 +113,7 @@ class _Call:
         self._ambient = Ambient(self._inputs, preserve_rng_state)
         self._recorded = torch.is_grad_enabled()
         self._first = True
+        self.memo = Memo()
         self._out_spec: TreeSpec | None = None
         self._out_static: list[Any] = []
 

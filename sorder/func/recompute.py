@@ -17,6 +17,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._functorch import eager_transforms
 
+from sorder.ops.memo import Memo, remembering
+
 Map = Callable[..., tuple[Tensor, ...]]
 
 
@@ -112,7 +114,8 @@ def _address(tensor: Tensor) -> int:
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(function: Map, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return _separate(function(*inputs), inputs)
+        with remembering(_memo(function)):
+            return _separate(function(*inputs), inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -152,6 +155,15 @@ class _Recompute(torch.autograd.Function):
         mapped = _Vmap(function, tuple(in_dims[1:]), info.batch_size, info.randomness)
         outputs = _Recompute.apply(mapped, *inputs)
         return outputs, (0,) * len(outputs)
+
+
+def _memo(function: Any) -> Memo | None:
+    """That of the map at the root, where forward mode will ask for its values again."""
+    if forward_ad._current_level < 0 and eager_transforms.JVP_NESTING == 0:
+        return None
+    while isinstance(function, (_Vjp, _Jvp, _Vmap)):
+        function = function.function
+    return getattr(function, "memo", None)
 
 
 def _is_differentiable(tensor: Tensor) -> bool:

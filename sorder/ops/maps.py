@@ -13,6 +13,7 @@ from sorder.kernels import twin
 from sorder.kernels.mask import NOTHING, Visibility
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import fused, layout
+from sorder.ops.memo import remembered
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LARGE = 4096**2
@@ -67,6 +68,7 @@ def parsed(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return *tensors[:4], Visibility(*tensors[4:9]), *tensors[9:], spec
 
 
+@remembered("forward", last=False)
 def _forward_op(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, bias, vis, spec = parsed(args)
     kind = fused.backend(q, k, v, bias, vis, spec)
@@ -83,6 +85,7 @@ def _tangent_op(*args: Any) -> list[torch.Tensor]:
     return [to, tl] if low is None else [to, tl, layout.laid_out(low, args[0])]
 
 
+@remembered("backward", last=True)
 def _backward_op(*args: Any) -> list[torch.Tensor]:
     q, k, v, bias, vis, o, lse, do, dl, wanted, spec = parsed(args)
     kind = fused.backend(q, k, v, bias, vis, spec) if dl is None else None

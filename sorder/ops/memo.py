@@ -1,0 +1,117 @@
+"""Results of F and B that a recomputation asks for again, found by the bits of what went in.
+
+Under ``jvp(grad(...))`` a checkpointed block is evaluated four times, twice of them with its pullback. The values of
+attention are the same each time; a :class:`Memo` hands over what the first time found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MIN_SCORES = 2**30
+"""Below this many scores, recomputing takes about as long as finding."""
+_COLUMNS = 1 << 16
+_AT_ONCE = 1 << 22  # elements of a temporary: 32 MiB
+
+Key = tuple[Any, ...]
+
+
+class Memo:
+    """Results of one checkpointed call, kept as long as it lives."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Key, tuple[tuple[Tensor, int], ...]] = {}
+
+    def find(self, key: Key, last: bool) -> tuple[Tensor, ...] | None:
+        """What was kept, unless something has been written to it since; forgotten if this is the ``last`` time."""
+        entry = self._kept.pop(key, None)
+        if entry is None or any(x._version != version for x, version in entry):
+            return None
+        if not last:
+            self._kept[key] = entry
+        return tuple(x.detach() for x, _ in entry)
+
+    def keep(self, key: Key, results: tuple[Tensor, ...]) -> None:
+        self._kept[key] = tuple((x.detach(), x._version) for x in results)
+
+
+_open: list[Memo] = []  # not by thread: autograd calls from threads of its own, and what went in decides anyway
+
+
+@contextmanager
+def remembering(memo: Memo | None) -> Iterator[None]:
+    """Within, large attention is looked up in ``memo`` before it is computed."""
+    if memo is None:
+        yield
+        return
+    _open.append(memo)
+    try:
+        yield
+    finally:
+        _open.remove(memo)
+
+
+def remembered(name: str, last: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates an operator: within :func:`remembering` its results are kept, and found once more if ``last``."""
+
+    def decorate(operator: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operator)
+        def served(*args: Any) -> Any:
+            if not _open or not _worthwhile(args[0], args[1]):
+                return operator(*args)
+            memo, key = _open[-1], (name, *_key(args))
+            found = memo.find(key, last)
+            if found is None:
+                found = tuple(operator(*args))
+                memo.keep(key, found)
+            return list(found) if last else found
+
+        return served
+
+    return decorate
+
+
+def _worthwhile(q: Tensor, k: Tensor) -> bool:
+    if q.shape[:-1].numel() * k.shape[-2] < _MIN_SCORES:
+        return False
+    return not (q.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _key(args: tuple[Any, ...]) -> Key:
+    """Everything but the entries of tensors, and two 64-bit hashes of these."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    facts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in args]
+    return *facts, *torch.stack([h for x in tensors for h in _hashes(x)]).tolist()
+
+
+def _hashes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ wᵢbᵢ mod 2⁶⁴ of the bits b of the entries, with two sets of fixed random odd weights w."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.detach().contiguous().view(words).flatten()
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % min(_COLUMNS, max(1, bits.numel()))))
+    rows = bits.view(-1, min(_COLUMNS, max(1, bits.numel())))
+    sums = [bits.new_zeros((), dtype=torch.int64) for _ in range(2)]
+    step = max(1, _AT_ONCE // rows.shape[1])
+    for first in range(0, len(rows), step):
+        some = rows[first : first + step]
+        for i, (columns, along) in enumerate(_weights(x.device)):
+            of_rows = (some * columns[: some.shape[1]]).sum(1)
+            # A row's weight depends on its number; rows far apart share one, shifted by an odd multiple.
+            numbers = torch.arange(first, first + len(some), device=x.device)
+            weight = along[numbers % _COLUMNS] * (2 * (numbers // _COLUMNS) + 1)
+            sums[i] = sums[i] + (of_rows * weight).sum()
+    return sums[0], sums[1]
+
+
+@functools.cache
+def _weights(device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    draws = [torch.randint(low, high, (_COLUMNS,), generator=generator) | 1 for _ in range(4)]
+    return [(draws[i].to(device), draws[i + 1].to(device)) for i in (0, 2)]

@@ -1,0 +1,106 @@
+"""Checkpointed attention under forward over reverse: its value and its pullback are computed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp
+
+import sorder
+from sorder.func import checkpoint
+from sorder.kernels import twin
+from sorder.ops import memo
+
+BLOCKS = 2
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each map is computed; attention of any size is remembered."""
+    counted: Counter[str] = Counter()
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            counted[name] += 1
+            return function(*args)
+
+        return count
+
+    for name in ("forward", "tangent", "backward", "backward_tangent"):
+        monkeypatch.setattr(twin, name, counting(name, getattr(twin, name)))
+    monkeypatch.setattr(memo, "_MIN_SCORES", 0)
+    return counted
+
+
+def block(W: Tensor, h: Tensor) -> Tensor:
+    q, k, v = (h @ W).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+    return h + sorder.attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2).tanh()
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    W, t, h = (torch.randn(s, generator=g, dtype=torch.float64) for s in [(BLOCKS, 8, 24)] * 2 + [(2, 7, 8)])
+    return (0.4 * W).to(dtype), t.to(dtype), h.to(dtype)
+
+
+def loss(run: Callable[[Tensor, Tensor], Tensor], h: Tensor) -> Callable[[Tensor], Tensor]:
+    def evaluate(Ws: Tensor) -> Tensor:
+        x = h
+        for W in Ws.unbind():
+            x = run(W, x)
+        return x.square().sum()
+
+    return evaluate
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_values_and_pullbacks_are_computed_once(calls: Counter[str], dtype: torch.dtype) -> None:
+    W, t, h = problem(dtype)
+    expected = jvp(grad(loss(block, h)), (W,), (t,))
+    calls.clear()
+    result = jvp(grad(loss(checkpoint(block), h)), (W,), (t,))
+    assert calls == {"forward": BLOCKS, "backward": BLOCKS, "tangent": 2 * BLOCKS, "backward_tangent": BLOCKS}
+    for a, b in zip(result, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_nothing_is_kept_without_forward_mode(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo.Memo, "keep", lambda *_: pytest.fail("a graph must keep only what went in"))
+    W, _, h = problem()
+    W.requires_grad_()
+    (first,) = torch.autograd.grad(loss(checkpoint(block), h)(W), W, create_graph=True)
+    torch.autograd.grad(first.sum(), W)
+    vjp(grad(loss(checkpoint(block), h)), W.detach())[1](torch.ones_like(W))
+    assert calls["forward"] > 2 * BLOCKS
+
+
+def test_what_was_written_to_is_forgotten() -> None:
+    kept, result = memo.Memo(), torch.ones(3)
+    kept.keep(("F",), (result,))
+    found = kept.find(("F",), False)
+    assert found is not None
+    assert torch.equal(found[0], torch.ones(3))
+    result.mul_(2.0)  # as a hook may do with a gradient
+    assert kept.find(("F",), False) is None
+    assert kept.find(("F",), False) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.bool])
+@pytest.mark.parametrize("size", [1, 5, 2**16, 2**16 + 3, 2**18])
+def test_hashes_tell_tensors_apart(dtype: torch.dtype, size: int) -> None:
+    x = torch.randint(0, 2, (size,)).to(dtype)
+    flipped = x.clone()
+    flipped[size // 2] = 1 - flipped[size // 2].to(torch.int) if dtype == torch.bool else flipped[size // 2] + 1
+    others = [flipped]
+    if size > 2**16:
+        x[0], x[2**16] = 0, 1
+        others.append(x.roll(2**16))  # rows change places
+    for other in others:
+        pairs = list(zip(memo._hashes(x), memo._hashes(other), strict=True))
+        assert all(int(a) != int(b) for a, b in pairs)
+    assert [int(a) for a in memo._hashes(x)] == [int(a) for a in memo._hashes(x.clone())]
