@@ -43,7 +43,7 @@ import sorder
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-SHAPE = {"context": 2048, "batch": 16, "curvature_batch": 16, "layers": 6, "width": 384, "heads": 6, "windows": 32}
+SHAPE = {"context": 2048, "batch": 16, "curvature_batch": 4, "layers": 6, "width": 384, "heads": 6, "windows": 32}
 LONG = {"context": 32_768, "batch": 1, "curvature_batch": 1, "windows": 2}
 SMOKE = {"context": 16, "batch": 4, "curvature_batch": 2, "layers": 1, "width": 16, "heads": 2, "windows": 2}
 GRID = {

@@ -12,6 +12,7 @@ made here: each image is one smooth curve. It writes to --out: results.json, err
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -37,6 +38,7 @@ import matplotlib.pyplot as plt
 LEARNING_RATES = {"kfac": 0.5, "hybrid": 0.5, "newton-cg": 0.5, "sgd": 0.03, "adamw": 3e-3, "shampoo": 0.1}
 
 
+@functools.cache
 def curves(count: int, side: int, seed: int = 0) -> Tensor:
     """(count, side²) images in [0, 1] of quadratic Bézier curves through random control points."""
     generator = torch.Generator().manual_seed(seed)
