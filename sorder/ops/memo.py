@@ -92,20 +92,18 @@ def _key(args: tuple[Any, ...]) -> Key:
 
 def _hashes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Σ wᵢbᵢ mod 2⁶⁴ of the bits b of the entries, with two sets of fixed random odd weights w."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    bits = x.detach().contiguous().view(words).flatten()
-    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % min(_COLUMNS, max(1, bits.numel()))))
-    rows = bits.view(-1, min(_COLUMNS, max(1, bits.numel())))
+    # Words of at most half the width of the sums: two signs that change would cancel at the top.
+    words = {1: torch.uint8, 2: torch.int16}.get(x.element_size(), torch.int32)
+    bits = x.detach().contiguous().view(-1).view(words)
+    columns = min(_COLUMNS, max(1, bits.numel()))
+    rows = torch.nn.functional.pad(bits, (0, -bits.numel() % columns)).view(-1, columns)
     sums = [bits.new_zeros((), dtype=torch.int64) for _ in range(2)]
-    step = max(1, _AT_ONCE // rows.shape[1])
+    step = _AT_ONCE // columns
     for first in range(0, len(rows), step):
         some = rows[first : first + step]
-        for i, (columns, along) in enumerate(_weights(x.device)):
-            of_rows = (some * columns[: some.shape[1]]).sum(1)
-            # A row's weight depends on its number; rows far apart share one, shifted by an odd multiple.
-            numbers = torch.arange(first, first + len(some), device=x.device)
-            weight = along[numbers % _COLUMNS] * (2 * (numbers // _COLUMNS) + 1)
-            sums[i] = sums[i] + (of_rows * weight).sum()
+        numbers = torch.arange(first, first + len(some), device=x.device) % _COLUMNS
+        for i, (across, down) in enumerate(_weights(x.device)):
+            sums[i] = sums[i] + ((some * across[:columns]).sum(1) * down[numbers]).sum()
     return sums[0], sums[1]
 
 

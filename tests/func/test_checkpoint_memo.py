@@ -97,6 +97,10 @@ def test_hashes_tell_tensors_apart(dtype: torch.dtype, size: int) -> None:
     flipped = x.clone()
     flipped[size // 2] = 1 - flipped[size // 2].to(torch.int) if dtype == torch.bool else flipped[size // 2] + 1
     others = [flipped]
+    if size > 1 and dtype != torch.bool:
+        signs = x.clone()
+        signs[:2] *= -1  # two bits, at the top of two words
+        others.append(signs)
     if size > 2**16:
         x[0], x[2**16] = 0, 1
         others.append(x.roll(2**16))  # rows change places
