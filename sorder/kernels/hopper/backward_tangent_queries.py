@@ -1,4 +1,7 @@
-"""T's sweep for dQ̇ on Hopper: see ``sorder.kernels.backward_tangent`` for the maths (7 products a tile, 8 with dȮ)."""
+"""T's sweep for dQ̇ on Hopper: see ``sorder.kernels.backward_tangent`` for the maths (7 products a tile, 8 with dȮ).
+
+At width 64 there are registers left for Q and dO, which then need not be read from shared memory for every product.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +38,22 @@ from sorder.kernels.spec import AttentionSpec
 
 @gluon.jit
 def _sweep(
-    resident, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, start, stop, count, n_k, scale, dq,
+    resident, held, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, start, stop, count, n_k, scale, dq,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, DUAL: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = resident[0].dtype
+    dtype: gl.constexpr = buffers[0].dtype
     empty = gl.zeros([ROWS, COLS], gl.float32, scores)
     for i in range(start, stop):
         stage = i % STAGES
         mbarrier.wait(bars.index(stage), (i // STAGES) & 1)
-        q = resident[0].index(i * zero).reshape([ROWS, D])
+        if D == 64:
+            q = held[0]
+            do = held[1]
+        else:
+            q = resident[0].index(i * zero).reshape([ROWS, D])
+            do = resident[2].index(i * zero).reshape([ROWS, D])
         tq = resident[1].index(i * zero).reshape([ROWS, D])
-        do = resident[2].index(i * zero).reshape([ROWS, D])
         k = buffers[0].index(stage).reshape([COLS, D])
         tk = buffers[1].index(stage).reshape([COLS, D])
         v = buffers[2].index(stage).reshape([COLS, D])
@@ -125,13 +132,18 @@ def hopper_backward_tangent_queries_kernel(
     tdelta = load_row_vector(TDELTA + first, rows, n_q)
     dq = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, output))
     mbarrier.wait(resident_bar.index(0), 0)
+    if D == 64:
+        left: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
+        held = (q.index(0).reshape([ROWS, D]).load(left), do.index(0).reshape([ROWS, D]).load(left))
+    else:
+        held = resident
     dq = _sweep(
-        resident, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, 0, full, count, n_k, scale,
+        resident, held, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, 0, full, count, n_k, scale,
         dq,
         ROWS, COLS, D, STAGES, CAUSAL, False, DUAL, scores, operand,
     )  # fmt: skip
     dq = _sweep(
-        resident, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, full, count, count, n_k, scale,
+        resident, held, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, full, count, count, n_k, scale,
         dq,
         ROWS, COLS, D, STAGES, CAUSAL, True, DUAL, scores, operand,
     )  # fmt: skip
