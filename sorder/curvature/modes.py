@@ -16,6 +16,7 @@ from sorder.func.gradient import grad_and_value
 from sorder.func.second_order import RightSecondDerivatives
 from sorder.func.wide_norms import ForwardMode
 from sorder.func.written_out import WrittenOut
+from sorder.linalg.past_modes import sees_no_modes
 
 Vector = Sequence[Tensor]
 Product = Callable[[Vector], list[Tensor]]
@@ -23,6 +24,7 @@ Product = Callable[[Vector], list[Tensor]]
 Check = Callable[..., None]
 
 
+@sees_no_modes
 def zeros_for_none(found: Sequence[Tensor | None], like: Vector) -> list[Tensor]:
     """``found`` dense, with zeros in the place of missing tensors and of autograd's symbolic zeros."""
     return [

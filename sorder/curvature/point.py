@@ -22,6 +22,7 @@ from sorder.curvature.modes import Product, Vector
 from sorder.curvature.replay import Replay
 from sorder.curvature.split import KINDS, Split, find_split
 from sorder.linalg.checks import check_number
+from sorder.linalg.past_modes import sees_no_modes
 
 MODES = ("auto", REVERSE, FORWARD)
 RANDOMNESS = "a closure that changes between runs (its randomness, its data, or parameters moved since)"
@@ -391,6 +392,7 @@ def _check(
             )
 
 
+@sees_no_modes
 def _check_vector(v: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     if isinstance(v, Tensor) or not isinstance(v, Sized):
         raise TypeError(f"v must be a sequence with one tensor per parameter, got {type(v).__name__}")

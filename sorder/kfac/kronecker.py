@@ -14,6 +14,7 @@ from sorder.kfac import inverses
 from sorder.kfac.estimate import Batch
 from sorder.kfac.factors import Entry, FactorSums, ScaleSums, averaged, corrected
 from sorder.kfac.layout import Block, Registry
+from sorder.linalg.past_modes import sees_no_modes
 
 Vector = Sequence[Tensor]
 Mean = Callable[[list[Tensor]], list[Tensor]]
@@ -129,6 +130,7 @@ def updated(
     return out
 
 
+@sees_no_modes
 def inverted(factors: Factors, options: Options, damping: float) -> Factors:
     """Factors with inverses, or eigenbases, made anew from the running means; λ is in those of "cholesky"."""
     made: list[inverses.Inverse | None] = []
@@ -163,6 +165,7 @@ def mean_eigenvalue(factors: Factors) -> float:
     return torch.stack([t.to(traces[0].device) for t in traces]).sum().item() / count if traces else 0.0
 
 
+@sees_no_modes
 def solve(factors: Factors, v: Vector, damping: float) -> list[Tensor]:
     """(K + λ)⁻¹v, K the Kronecker-factored curvature; one tensor per parameter, in the dtypes of ``v``."""
     with torch.no_grad():
@@ -280,6 +283,7 @@ def _factorisation_dtype(t: Tensor, options: Options) -> torch.dtype:
     return options.inverse_dtype or torch.promote_types(t.dtype, torch.float32)
 
 
+@sees_no_modes
 def _check_finite(tensors: Sequence[Tensor]) -> None:
     if tensors and not bool(torch.stack([t.isfinite().all().to(tensors[0].device) for t in tensors]).all()):
         raise FloatingPointError("a factor of the Kronecker-factored curvature is not finite")

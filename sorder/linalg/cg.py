@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from sorder.linalg import pytree
 from sorder.linalg.checks import check_number
+from sorder.linalg.past_modes import past_modes
 from sorder.linalg.pytree import Leaves
 from sorder.linalg.stopping import Record, Residual, StoppingRule
 
@@ -137,6 +138,41 @@ def cg(
     _check_functions(matvec, preconditioner, dot)
     _check_numbers(max_iterations, min_iterations, trust_radius, x0, curvature_tolerance)
     rules = _rules(stopping)
+    with past_modes() as under_modes:
+
+        def theirs(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any) -> Any:
+                with under_modes():
+                    return function(*args)
+
+            return called
+
+        return _cg(
+            theirs(matvec),
+            rhs,
+            x0,
+            None if preconditioner is None else theirs(preconditioner),
+            max_iterations,
+            min_iterations,
+            rules,
+            trust_radius,
+            curvature_tolerance,
+            dot if dot is pytree.dot else theirs(dot),
+        )
+
+
+def _cg(
+    matvec: Callable[[Any], Any],
+    rhs: Any,
+    x0: Any | None,
+    preconditioner: Callable[[Any], Any] | None,
+    max_iterations: int,
+    min_iterations: int,
+    rules: Sequence[StoppingRule],
+    trust_radius: float | None,
+    curvature_tolerance: float | None,
+    dot: Callable[[Leaves, Leaves], Tensor],
+) -> CGResult:
     b, spec = pytree.flatten_vector(rhs, "rhs")
     start = None if x0 is None else pytree.flatten_like(x0, "x0", b, spec)
     dtypes = [leaf.dtype for leaf in b]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from sorder.linalg.past_modes import sees_no_modes
+
 Leaves = Sequence[Tensor]
 
 
@@ -53,6 +55,7 @@ def flatten_like(tree: Any, name: str, leaves: Leaves, spec: TreeSpec) -> list[T
     return out
 
 
+@sees_no_modes
 def dot(a: Leaves, b: Leaves) -> Tensor:
     """Σ aᵢbᵢ over all leaves, a 0-dimensional tensor on the device of the first leaf.
 
@@ -66,11 +69,13 @@ def dot(a: Leaves, b: Leaves) -> Tensor:
     parts = []
     for x, y in zip(a, b, strict=True):
         dtype = wide_dtype(torch.promote_types(x.dtype, y.dtype))
-        part = torch.dot(x.reshape(-1).to(dtype), y.reshape(-1).to(dtype))
-        parts.append(part.to(device=device, dtype=scalar_dtype(device)))
-    return torch.stack(parts).sum()
+        parts.append(torch.dot(x.reshape(-1).to(dtype), y.reshape(-1).to(dtype)))
+    if any(part.dtype != parts[0].dtype or part.device != device for part in parts):
+        parts = [part.to(device=device, dtype=scalar_dtype(device)) for part in parts]
+    return torch.stack(parts).to(scalar_dtype(device)).sum()
 
 
+@sees_no_modes
 def axpy_(y: Leaves, alpha: Tensor | float, x: Leaves) -> None:
     """y ← y + alpha·x in place, in the dtype of each leaf of ``y``; a tensor ``alpha`` stays on its device."""
     for target, leaf in zip(y, x, strict=True):
@@ -80,6 +85,7 @@ def axpy_(y: Leaves, alpha: Tensor | float, x: Leaves) -> None:
             target.add_(leaf, alpha=alpha)
 
 
+@sees_no_modes
 def axpby_(y: Leaves, alpha: float, x: Leaves, beta: float) -> None:
     """y ← alpha·x + beta·y in place; 16-bit leaves are rounded once, after the sum."""
     for target, leaf in zip(y, x, strict=True):
@@ -90,6 +96,7 @@ def axpby_(y: Leaves, alpha: float, x: Leaves, beta: float) -> None:
             target.copy_(target.to(wide).mul_(beta).add_(leaf, alpha=alpha))
 
 
+@sees_no_modes
 def ldexp_(y: Leaves, exponent: int) -> None:
     """y ← 2^exponent·y in place, in two factors where one would leave float32's range."""
     parts = (exponent,) if abs(exponent) < 120 else (exponent // 2, exponent - exponent // 2)
@@ -114,6 +121,7 @@ def norm(v: Leaves, dot: Callable[[Leaves, Leaves], Tensor]) -> tuple[float, int
     return m, e - shift
 
 
+@sees_no_modes
 def largest(v: Leaves) -> list[Tensor]:
     """max |vᵢ| of each leaf, 0-dimensional tensors on the device of the first; NaN stays."""
     device, dtype = v[0].device, scalar_dtype(v[0].device)

@@ -38,7 +38,8 @@ from sorder.kernels.spec import AttentionSpec
 
 @gluon.jit
 def _sweep(
-    resident, held, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, start, stop, count, n_k, scale, dq,
+    resident, held, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, start, stop, count, n_k, scale,
+    dq,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     MASKED: gl.constexpr, DUAL: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
 ):  # fmt: skip
@@ -143,8 +144,8 @@ def hopper_backward_tangent_queries_kernel(
         ROWS, COLS, D, STAGES, CAUSAL, False, DUAL, scores, operand,
     )  # fmt: skip
     dq = _sweep(
-        resident, held, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, full, count, count, n_k, scale,
-        dq,
+        resident, held, zero, descs, buffers, bars, key_head, lse, mu, delta, tdelta, row0, full, count, count, n_k,
+        scale, dq,
         ROWS, COLS, D, STAGES, CAUSAL, True, DUAL, scores, operand,
     )  # fmt: skip
     dq = warpgroup_mma_wait(0, deps=(dq,))
