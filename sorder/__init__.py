@@ -1,6 +1,14 @@
-"""Exact second-order optimisation for PyTorch: curvature of transformers through linear-memory attention kernels."""
+"""Exact second-order optimisation for PyTorch: curvature of transformers through linear-memory attention kernels.
 
-from sorder import curvature, func, linalg
+- Attention: :func:`attention`, :func:`attention_varlen`, :class:`Mask`; :class:`exact_attention` for models written with
+  ``F.scaled_dot_product_attention``; ``sorder.integrations.huggingface.register()``.
+- Curvature products: ``sorder.func`` (``hvp``, ``ggnvp``, ``fvp``, ``checkpoint`` and more, pure functions) and
+  ``sorder.curvature`` (``CurvaturePoint`` of a closure; ``diagonal``: estimators). ``sorder.linalg.cg`` solves with them.
+- Optimizers: :class:`NewtonCG`, :class:`KFAC` and :class:`KFACPreconditioner`, :class:`SophiaH`, :class:`SophiaG` with
+  :func:`gnb_loss`, :class:`AdaHessian`. What their ``last_step`` holds is in ``sorder.optim`` (``NewtonCGStep``, …).
+"""
+
+from sorder import curvature, func, integrations, linalg, optim
 from sorder.kfac import KFACPreconditioner
 from sorder.ops.attention import attention
 from sorder.ops.mask import Mask
@@ -23,5 +31,7 @@ __all__ = [
     "exact_attention",
     "func",
     "gnb_loss",
+    "integrations",
     "linalg",
+    "optim",
 ]
