@@ -1,9 +1,9 @@
 """Exact second-order optimisation for PyTorch: curvature of transformers through linear-memory attention kernels.
 
-- Attention: :func:`attention`, :func:`attention_varlen`, :class:`Mask`; :class:`exact_attention` for models written with
+- Attention: :func:`attention`, :func:`attention_varlen`, :class:`Mask`; :class:`exact_attention` for models that use
   ``F.scaled_dot_product_attention``; ``sorder.integrations.huggingface.register()``.
 - Curvature products: ``sorder.func`` (``hvp``, ``ggnvp``, ``fvp``, ``checkpoint`` and more, pure functions) and
-  ``sorder.curvature`` (``CurvaturePoint`` of a closure; ``diagonal``: estimators). ``sorder.linalg.cg`` solves with them.
+  ``sorder.curvature`` (``CurvaturePoint`` of a closure; ``diagonal``: estimators). ``sorder.linalg.cg`` solves.
 - Optimizers: :class:`NewtonCG`, :class:`KFAC` and :class:`KFACPreconditioner`, :class:`SophiaH`, :class:`SophiaG` with
   :func:`gnb_loss`, :class:`AdaHessian`. What their ``last_step`` holds is in ``sorder.optim`` (``NewtonCGStep``, …).
 """
