@@ -5,7 +5,8 @@
 
 A byte-level GPT is trained by Newton-CG as examples/train_gpt.py has it, without a preconditioner. Before the first
 step, and after some, the system (B + λ)x = −g of the next batch, λ being the damping that the optimizer holds there, is
-solved from zero to relative residuals of 0.3 to 0.01 behind each preconditioner.
+solved from zero to relative residuals of 0.3 to 0.01 behind each preconditioner. When the time is up, no further solve
+begins, and what a point lacks is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import corpus
 import optimizers
 import record
 from gpt import GPT
+from tqdm import tqdm
 
 import sorder
 from sorder.curvature import CurvaturePoint
@@ -49,29 +51,42 @@ KFAC: dict[str, dict[str, Any]] = {
 Solver = Callable[[Sequence[Tensor]], Sequence[Tensor]] | None
 
 
-def solvers(point: CurvaturePoint, model: GPT, damping: float) -> dict[str, Solver]:
-    """Preconditioners of B + λ at the point."""
-    diagonal = hutchinson(point.product, point.gradient, torch.Generator().manual_seed(0), probes=30)
-    found: dict[str, Solver] = {
-        "none": None,
-        "diagonal": lambda r: [t / (d.abs() + damping) for t, d in zip(r, diagonal, strict=True)],
-    }
-    for name, options in KFAC.items():
-        kfac = sorder.KFACPreconditioner(model, least_damping=0.0, **options)
-        kfac.refresh(point)
-        kfac.update(None, damping)
-        found[name] = kfac
-    return found
+NAMES = ("none", "diagonal", *KFAC)
 
 
-def counts(point: CurvaturePoint, solver: Solver, damping: float, most: int) -> dict[str, int | None]:
-    """Iterations to each tolerance; None where ``most`` are not enough."""
+class TimeIsUp(Exception):
+    """No further solve may begin."""
+
+
+def make_solver(name: str, point: CurvaturePoint, model: GPT, damping: float) -> Solver:
+    """The preconditioner of B + λ at the point."""
+    if name == "none":
+        return None
+    if name == "diagonal":
+        diagonal = hutchinson(point.product, point.gradient, torch.Generator().manual_seed(0), probes=30)
+        return lambda r: [t / (d.abs() + damping) for t, d in zip(r, diagonal, strict=True)]
+    kfac = sorder.KFACPreconditioner(model, least_damping=0.0, **KFAC[name])
+    kfac.refresh(point)
+    kfac.update(None, damping)
+    return kfac
+
+
+def counts(
+    point: CurvaturePoint, solver: Solver, damping: float, most: int, deadline: float, show: Callable[[str], None]
+) -> dict[str, int | None]:
+    """Iterations to each tolerance; None where ``most`` are not enough. :class:`TimeIsUp` behind the deadline."""
+    done = 0
 
     def damped(v: Sequence[Tensor]) -> list[Tensor]:
+        nonlocal done
+        done += 1
+        show(f"to {tolerance:g}, product {done}")
         return [p + damping * u for p, u in zip(point.product(v), v, strict=True)]
 
     found: dict[str, int | None] = {}
     for tolerance in TOLERANCES:
+        if time.perf_counter() >= deadline:
+            raise TimeIsUp
         limit = [Residual(tolerance)]
         result = cg(damped, point.gradient, preconditioner=solver, max_iterations=most, stopping=limit)
         reached = result.residual_norm <= tolerance * result.rhs_norm
@@ -82,42 +97,66 @@ def counts(point: CurvaturePoint, solver: Solver, damping: float, most: int) -> 
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
+    deadline = time.perf_counter() + 60.0 * args.minutes
     shape = args.shape
     text = corpus.load(None, shape["context"])
     torch.manual_seed(0)
     model = GPT(256, shape["width"], shape["layers"], shape["heads"]).to(args.device)
-    params = list(model.parameters())
     optimizer = optimizers.make("newton-cg", model, None)
     results: dict[str, Any] = {
         "environment": record.environment(torch.device(args.device), args.commit),
-        "configuration": {**shape, "parameters": sum(p.numel() for p in params)},
+        "configuration": {**shape, "parameters": sum(p.numel() for p in model.parameters())},
         "points": [],
     }
 
     def closure(tokens: Tensor) -> Callable[[], Tensor]:
         return lambda: F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    deadline = time.perf_counter() + 60.0 * args.minutes
-    for step in range(max(args.at) + 1):
-        loss = closure(text.batch(step, shape["batch"], shape["context"], 0).to(args.device))
-        if step in args.at and time.perf_counter() < deadline:
-            state = optimizer.param_groups[0]["damping"]
-            damping = first_damping(model, loss) if state is None else state
-            with sorder.exact_attention(), CurvaturePoint(loss, params, "ggn") as point:
-                found = {
-                    name: counts(point, solver, damping, args.iterations)
-                    for name, solver in solvers(point, model, damping).items()
-                }
-                results["points"].append(
-                    {"step": step, "loss": float(point.loss), "damping": damping, "iterations": found}
-                )
-            print(f"step {step}, loss {results['points'][-1]['loss']:.3f}, damping {damping:.2e}")
-            for name, row in found.items():
-                print(f"    {name:<16} {row}", flush=True)
-            record.write(args.out, results)
-            plot(results, args.out.with_suffix(".png"))
-        optimizers.step(optimizer, loss, loss)
+    with tqdm(total=len(NAMES) * len(set(args.at)), unit="row") as bar:
+        for step in range(max(args.at) + 1):
+            if time.perf_counter() >= deadline:
+                break
+            bar.set_postfix_str(f"step {step} of {max(args.at)}")
+            loss = closure(text.batch(step, shape["batch"], shape["context"], 0).to(args.device))
+            if step in args.at:
+                state = optimizer.param_groups[0]["damping"]
+                damping = first_damping(model, loss) if state is None else state
+                point = measure_point(model, loss, damping, args.iterations, deadline, bar, step)
+                results["points"].append({"step": step, "damping": damping} | point)
+                record.write(args.out, results)
+                plot(results, args.out.with_suffix(".png"))
+            if step < max(args.at):
+                optimizers.step(optimizer, loss, loss)
+    rows = sum(len(point["iterations"]) for point in results["points"])
+    if rows < bar.total:
+        print(f"{args.minutes:g} minutes were up after {rows} of {bar.total} rows; --minutes gives more")
+    record.write(args.out, results)
     return results
+
+
+def measure_point(
+    model: GPT, loss: Callable[[], Tensor], damping: float, most: int, deadline: float, bar: Any, step: int
+) -> dict[str, Any]:
+    """The loss, and the iterations behind each preconditioner that the time sufficed for."""
+    found: dict[str, dict[str, int | None]] = {}
+    with sorder.exact_attention(), CurvaturePoint(loss, list(model.parameters()), "ggn") as point:
+        bar.write(f"step {step}, loss {float(point.loss):.3f}, damping {damping:.2e}", file=sys.stdout)
+        try:
+            for name in NAMES:
+                if time.perf_counter() >= deadline:
+                    raise TimeIsUp
+
+                def show(what: str, name: str = name) -> None:
+                    bar.set_postfix_str(f"step {step}, {name}: {what}")
+
+                show("set up")
+                solver = make_solver(name, point, model, damping)
+                found[name] = counts(point, solver, damping, most, deadline, show)
+                bar.write(f"    {name:<16} {found[name]}", file=sys.stdout)
+                bar.update()
+        except TimeIsUp:
+            pass
+        return {"loss": float(point.loss), "iterations": found}
 
 
 def first_damping(model: GPT, loss: Callable[[], Tensor]) -> float:
@@ -131,8 +170,10 @@ def first_damping(model: GPT, loss: Callable[[], Tensor]) -> float:
 def plot(results: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, tolerance in zip(axes, ("0.1", "0.01"), strict=True):
-        for name in results["points"][0]["iterations"]:
-            found = [(p["step"], p["iterations"][name][tolerance]) for p in results["points"]]
+        for name in NAMES:
+            found = [
+                (p["step"], p["iterations"][name][tolerance]) for p in results["points"] if name in p["iterations"]
+            ]
             shown = [(x, y) for x, y in found if y]
             axis.plot([x for x, _ in shown], [y for _, y in shown], "o-", label=name)
         axis.set(xlabel="steps of Newton-CG before", yscale="log", title=f"relative residual {tolerance}")
@@ -150,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--commit", help="recorded in the results; default: git's HEAD")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing more is measured; default 8")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no further solve begins; default 8")
     parser.add_argument("--shape", type=json.loads, default={}, help='as in \'{"context": 256, "width": 128}\'')
     parser.add_argument("--at", type=int, nargs="+", default=[0, 5, 10, 15, 20], help="steps to measure after")
     parser.add_argument("--iterations", type=int, default=300, help="at most; default 300")

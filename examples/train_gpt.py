@@ -261,12 +261,16 @@ def train(args: argparse.Namespace, state: dict[str, Any] | None = None) -> Run:
         writer.add_text("sample", text, run.step)
     (args.out / "sample.txt").write_bytes(text.encode())
     loss_curve.plot(run.history, f"{args.optimizer}, {count / 1e6:.1f}M parameters", args.out / "loss.png")
-    shown = "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    print(f"\n{shown}\n\nwrote checkpoint.pt, loss.png, sample.txt and tensorboard/ to {args.out}")
+    print(f"\n{escaped(text)}\n\nwrote checkpoint.pt, loss.png, sample.txt and tensorboard/ to {args.out}")
     if began_at >= args.steps:
         more = f"--resume --out {args.out} --steps {2 * began_at}"
         print(f"the run had made its {began_at} steps already; {more} continues it")
     return run
+
+
+def escaped(text: str) -> str:
+    r"""The text with its control characters, which would act on a terminal, written out, as \x1b; lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def prepare(argv: list[str] | None, args: argparse.Namespace) -> tuple[argparse.Namespace, dict[str, Any] | None]:

@@ -100,8 +100,8 @@ class CurvaturePoint:
         seed: int = 0,
     ) -> None:
         self._single = callable(closure)
-        # What is neither a callable nor several is refused below.
-        several = isinstance(closure, Iterable) and not callable(closure)
+        # What is neither a callable nor several is refused below; a tensor can be iterated over, but holds none.
+        several = isinstance(closure, Iterable) and not isinstance(closure, Tensor) and not callable(closure)
         self._closures: list[Closure] = list(cast(Iterable[Closure], closure if several else [closure]))
         self.params = list(params)
         _check(self._closures, self.params, kind, mode, sign, seed)

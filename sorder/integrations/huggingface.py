@@ -32,6 +32,10 @@ def register() -> None:
     sees nothing, such as the first of a sequence padded on the left, gives zeros; ``"eager"`` gives it the average of
     all values. Attention weights are not returned (``output_attentions=True`` warns). To call it again is harmless.
 
+    Documents packed in one row, told apart by ``position_ids`` that begin at 0 again, need ``use_cache=False`` and no
+    ``attention_mask``. That is transformers' own rule: given a cache or a mask it does not look for documents, and
+    tokens see those before their own.
+
     Mixtures of experts need ``experts_implementation="eager"`` where a product runs in forward mode, because PyTorch's
     grouped matrix product has no forward derivative.
 
@@ -40,7 +44,7 @@ def register() -> None:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> register()
+        >>> sorder.integrations.huggingface.register()
         >>> config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
         ...                      num_attention_heads=2, num_key_value_heads=1)
         >>> model = LlamaForCausalLM._from_config(config, attn_implementation="sorder")

@@ -25,10 +25,12 @@ class KFACPreconditioner:
     K is block-diagonal, one block for each layer: A ⊗ G, with A the second moment of the layer's inputs (a one for the
     bias included) and G that of derivatives at its outputs (Martens & Grosse, *Optimizing neural networks with
     Kronecker-factored approximate curvature*, 2015, arXiv:1503.05671). In front of exact GGN products it makes
-    conjugate gradients short, and they make it right:
+    the first few iterations of conjugate gradients worth many, and they make it right:
 
         optimizer = sorder.NewtonCG(model.parameters(), preconditioner=sorder.KFACPreconditioner(model))
         optimizer.step(closure)  # measures the factors, every ``factor_interval`` steps, where it takes its products
+
+    To a tight residual at larger damping it may need as many iterations as plain conjugate gradients, or more.
 
     Layers are met where torch functions use their parameters: linear layers (also ``x @ W``, Hugging Face's ``Conv1D``,
     and all projections of ``nn.MultiheadAttention``), convolutions (groups, dilation), embeddings (A is diagonal), and
@@ -81,9 +83,9 @@ class KFACPreconditioner:
         >>> [tuple(t.shape) for t in kfac([torch.ones_like(p) for p in model.parameters()])]
         [(2, 3), (2,)]
         >>> print(kfac.report())
-        parameter  shape  curvature    why
-        weight     2×3    K-FAC 2 ⊗ 4  linear, joint with bias
-        bias       2      K-FAC 2 ⊗ 4  linear, joint with weight
+        parameter  shape  curvature (outputs ⊗ inputs)  why
+        weight     2×3    K-FAC 2 ⊗ 4                   linear, joint with bias
+        bias       2      K-FAC 2 ⊗ 4                   linear, joint with weight
     """
 
     def __init__(
@@ -189,7 +191,12 @@ class KFACPreconditioner:
         return kronecker.solve(self.factors, v, self.damping)
 
     def report(self) -> str:
-        """A table: every parameter, its block with the sizes of its factors, and why."""
+        """A table: every parameter, its block with the sizes of its factors, and why.
+
+        The sizes read outputs ⊗ inputs, as a weight's rows and columns do: "K-FAC 2 ⊗ 4" is G of 2 × 2 and A of 4 × 4
+        in A ⊗ G. A bias is one more input. "dense 8 × 8" is a block without inputs: a norm's scale and bias, or a bias
+        alone.
+        """
         return report(self.factors, self.params, self.names, self.options)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,10 +13,14 @@ _OUTSIDE = "no layer that has Kronecker structure"
 
 
 def report(factors: Factors, params: Sequence[Tensor], names: Sequence[str], options: Options) -> str:
-    """One line for every parameter: its block, the block's factors, and why."""
+    """One line for every parameter: its block, the sizes of the block's factors (outputs ⊗ inputs), and why.
+
+    A bias is one more input. A block without inputs, of a norm's scale and bias or of a bias alone, is a single matrix,
+    dense or, where it is too large, diagonal.
+    """
     if not factors.updates:
         return "no factors yet: they are measured at the first update"
-    rows = [("parameter", "shape", "curvature", "why")]
+    rows = [("parameter", "shape", "curvature (outputs ⊗ inputs)", "why")]
     for i, (p, name) in enumerate(zip(params, names, strict=True)):
         places = [(number, place) for number, b in enumerate(factors.blocks) for place in b.places if place.index == i]
         others = (factors.others or {}).get(i, ())
@@ -64,6 +68,9 @@ def _joint(block: Block, names: Sequence[str], index: int) -> str:
 
 
 def _factors(factors: Factors, number: int, options: Options) -> str:
+    if factors.blocks[number].weight is None:  # its inputs are the number one
+        outputs, _ = factors.terms(number)[0]
+        return f"{'diagonal' if outputs.dim() == 2 else 'dense'} {outputs.shape[-1]} × {outputs.shape[-1]}"
     name = "EKFAC" if options.inverse == "ekfac" else "K-FAC"
     shapes = []
     for left, right in factors.terms(number):

@@ -63,8 +63,9 @@ class Mask:
             ids in contiguous runs, which is looked up once (on a GPU by one synchronisation), this costs no matrix.
             Looking breaks the graph of ``torch.compile``, which ``cu_seqlens`` does not; where it is not possible
             (ids mapped by ``vmap``, fake tensors, ``torch.export``), ids cost the matrix.
-        cu_seqlens: boundaries of packed documents, integers (D + 1,) from 0 to N as flash-attention takes them, or a
-            pair (query, key). Never looked at by the host.
+        cu_seqlens: boundaries of packed documents, integers (D + 1,) ascending from 0 as flash-attention takes them,
+            or a pair (query, key); rows behind the last one see nothing. On the CPU others are refused; on a GPU the
+            host never looks, nor does it under a transform or a compiler, and what wrong boundaries give is undefined.
         ranges: (start, stop), integers broadcastable to the query's (..., Nq): row i sees start ≤ j < stop.
         alibi: slopes, (H,) or (B, H): adds slope · (j − p) to the scores (Press et al. 2022, arXiv:2108.12409). For
             causal masks this is flash-attention's −slope · |p − j|. Constants: learn a bias through ``attn_mask``.
@@ -233,6 +234,10 @@ def _documents(mask: Mask, lead: torch.Size, n_q: int, n_k: int) -> tuple[ranges
     """Each row's document, and what it shows (..., Nq, Nk) unless the keys of every document are an interval."""
     if mask.cu_seqlens is not None:
         cu_q, cu_k = _pair(mask.cu_seqlens)
+        for cu, n, part, side in ((cu_q, n_q, "q", "query"), (cu_k, n_k, "k", "key")):
+            if ranges.is_readable(cu):
+                name = f"mask.cu_seqlens (of the {side}; attention_varlen's cu_seqlens_{part})"
+                ranges.check_boundaries(cu, n, name, side)
         return ranges.of_cu_seqlens(cu_q, cu_k, n_q), None
     if mask.documents is None:
         return None, None

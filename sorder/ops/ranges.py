@@ -17,8 +17,33 @@ class Documents(NamedTuple):
     key_stop: Tensor
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether looking at values costs the host nothing: on the CPU, and not fake, compiled or under a transform."""
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type != "cpu":
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def check_boundaries(cu: Tensor, tokens: int, name: str, side: str) -> None:
+    """ValueError unless the boundaries ``cu`` (D + 1), which are readable, ascend from 0 to ``tokens`` at most."""
+    ends = cu.tolist()
+    if ends[0] != 0:
+        got = f"a first boundary of {ends[0]}"
+    elif ends[-1] > tokens:
+        got = f"a last boundary of {ends[-1]}"
+    else:
+        falls = next((i for i in range(1, len(ends)) if ends[i] < ends[i - 1]), None)
+        if falls is None:
+            return
+        got = f"{ends[falls]} behind {ends[falls - 1]}"
+    raise ValueError(f"{name} must ascend from 0 to the number of {side} tokens, {tokens}, at most; got {got}")
+
+
 def of_cu_seqlens(cu_q: Tensor, cu_k: Tensor, n_q: int) -> Documents:
-    """Documents with boundaries ``cu`` (D + 1), ascending from 0; rows behind the last one see nothing."""
+    """Documents with boundaries ``cu`` (D + 1), ascending from 0; rows behind the last one see nothing.
+
+    (Which boundaries that nothing looks at may leave, see :func:`check_boundaries`.)
+    """
     rows = torch.arange(n_q, device=cu_q.device)
     if cu_q.shape[0] == 1:
         nothing = torch.zeros_like(rows)
@@ -43,6 +68,7 @@ def _hull(wanted: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lead = torch.broadcast_shapes(wanted.shape[:-1], ids.shape[:-1])
     wanted, ids = wanted.expand(*lead, -1).contiguous(), ids.expand(*lead, -1)
     order, position = ids.sort(dim=-1, stable=True)
+    order = order.contiguous()  # a sort keeps the strides, and searchsorted warns of such a copy of its own
     low = torch.searchsorted(order, wanted)
     high = torch.searchsorted(order, wanted, right=True)
     found = high > low

@@ -37,14 +37,16 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention within documents that lie one after the other in memory, exact to second order.
 
-    The documents cost the sum of the squares of their lengths. Nothing is copied, padded or read by the host.
+    The documents cost the sum of the squares of their lengths. Nothing is copied or padded, and on a GPU the
+    host reads nothing.
 
     Args:
         query: (total queries, Hq, d), floating point.
         key: (total keys, Hk, d), of the same dtype; Hk divides Hq.
         value: (total keys, Hk, dv), of the same dtype.
         cu_seqlens_q: integers (D + 1,), ascending from 0: document n has the queries cu[n] … cu[n + 1] − 1. Rows
-            behind the last boundary see nothing and give zeros.
+            behind the last boundary see nothing and give zeros. On the CPU others are refused; on a GPU, where the host
+            never looks, and under a transform or a compiler, what wrong boundaries give is undefined.
         cu_seqlens_k: likewise for the keys; default: ``cu_seqlens_q``.
         causal: the last query of a document sees its last key, the one before it one fewer (bottom-right alignment,
             as in flash-attention; PyTorch's ``is_causal`` is top-left. They agree for equal lengths).
@@ -58,7 +60,8 @@ def attention_varlen(
         (total queries, Hq, dv); with ``return_lse`` also (Hq, total queries), as flash-attention has it.
 
     Raises:
-        TypeError, ValueError: as :func:`sorder.attention`, and for inputs that do not have three dimensions.
+        TypeError, ValueError: as :func:`sorder.attention`, and for inputs that do not have three dimensions, or on the
+            CPU boundaries that do not ascend from 0 or pass the number of tokens.
 
     Example:
         >>> q, k, v = (torch.randn(7, 2, 8) for _ in range(3))

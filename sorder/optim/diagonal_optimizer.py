@@ -21,11 +21,14 @@ from sorder.optim.diagonal_update import Rule
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
 from sorder.optim.validation import (
+    check_closure,
     check_integer,
     check_maximize,
+    check_not_module,
     check_parameters,
     check_range,
     check_state_dict,
+    check_step,
     new_group,
     not_nested,
 )
@@ -50,6 +53,7 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
 
     def __init__(self, params: Any, arguments: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
         """``arguments``: the subclass's ``locals()``, whose options become the defaults."""
+        check_not_module(self, params)
         defaults = {k: v for k, v in arguments.items() if k not in ("self", "params", "process_group", "__class__")}
         self._check_options(defaults)
         self._pending: list[tuple[Tensor, Tensor]] | None = None
@@ -67,6 +71,7 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step is an update step."""
+        check_not_module(self, param_group.get("params"))
         super().add_param_group(param_group)
         with new_group(self) as group:
             self._check_options(group)
@@ -103,6 +108,7 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
         Args:
             closure: what the class asks for, on the whole batch or on a part of it; or a sequence, summed.
         """
+        check_closure(self, "update_curvature", "closure", closure)
         params = self._params
         if not params:
             raise ValueError("no parameter of the optimizer requires a gradient")
@@ -125,12 +131,14 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
             The loss as ``closure`` returned it, without graph; the sum for a sequence; None without a closure.
 
         Raises:
-            TypeError: an update is due, and nothing was given to take the curvature from. FloatingPointError: a loss,
+            TypeError: an update is due, and nothing was given to take the curvature from; or what was given is no
+                closure. FloatingPointError: a loss,
                 a gradient or an estimate is not finite. RuntimeError: it was called inside a closure of its own.
                 Nothing has changed.
         """
         if closure is None and self._pending is None and self._take_fused():
             return None
+        check_step(self, closure, curvature_closure)
         due = self.curvature_due
         params = self._params
         if not params:

@@ -14,7 +14,8 @@ from sorder.optim.preconditioner import normal
 
 Vector = Sequence[Tensor]
 Product = Callable[[Vector], list[Tensor]]
-_RULES = {RelativeProgress: "relative_progress", Residual: "residual", EisenstatWalker: "eisenstat_walker"}
+# By the names of NewtonCG's option cg_stop.
+_RULES = {RelativeProgress: "relative-progress", Residual: "residual", EisenstatWalker: "eisenstat-walker"}
 
 
 @dataclass

@@ -27,11 +27,14 @@ from sorder.optim.kfac_step import GLOBAL, StepInProgress
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
 from sorder.optim.validation import (
+    check_closure,
     check_integer,
     check_maximize,
+    check_not_module,
     check_parameters,
     check_range,
     check_state_dict,
+    check_step,
     new_group,
     not_nested,
 )
@@ -168,6 +171,7 @@ class KFAC(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step measures the factors."""
+        check_not_module(self, param_group.get("params"))
         super().add_param_group(param_group)
         with new_group(self) as group:
             self._check_options(group)
@@ -190,6 +194,7 @@ class KFAC(Optimizer):
             closure: returns the loss, on the whole batch or a part of it; or a sequence, summed.
             loss_scale: what the loss is multiplied by, such as ``scaler.get_scale()``. Default 1.
         """
+        check_closure(self, "update_curvature", "closure", closure)
         check_loss_scale(loss_scale)
         params, options = self._trainable(), self.param_groups[0]
         kind = "ggn" if options["damping"] is None else None
@@ -226,6 +231,7 @@ class KFAC(Optimizer):
                 "F.cross_entropy(model(x), y))" + ("" if exact else ", or update_curvature(closure) before: an update "
                 "of the factors is due. optimizer.curvature_due tells when")
             )  # fmt: skip
+        check_step(self, closure, curvature_closure)
         if exact:
             closure = PlainClosure(closure) if callable(closure) else [PlainClosure(c) for c in closure]
         before = [p.grad for p in params]
@@ -258,7 +264,12 @@ class KFAC(Optimizer):
         return returned
 
     def report(self) -> str:
-        """A table: every parameter, its block with the sizes of its factors, and why."""
+        """A table: every parameter, its block with the sizes of its factors, and why.
+
+        The sizes read outputs ⊗ inputs, as a weight's rows and columns do: "K-FAC 2 ⊗ 4" is G of 2 × 2 and A of 4 × 4
+        in A ⊗ G. A bias is one more input. "dense 8 × 8" is a block without inputs: a norm's scale and bias, or a bias
+        alone.
+        """
         names = [n for g in self.param_groups for n, p in zip(_names(g), g["params"], strict=True) if p.requires_grad]
         return report(self._factors(), self._trainable(), names, self._kfac_options())
 

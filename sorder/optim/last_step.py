@@ -16,12 +16,13 @@ class NewtonCGStep:
         gradient_norm: ‖g‖₂.
         curvature: "hessian", "ggn" or "fisher": what B was.
         cg_iterations: steps of conjugate gradients.
-        cg_stop: why they ended: "relative progress", "residual", "eisenstat-walker", "max_iterations", "boundary",
-            "negative_curvature", "zero_rhs", or "converged" where the residual vanished.
+        cg_stop: why they ended: the rule that the option ``cg_stop`` names, "relative-progress", "residual" or
+            "eisenstat-walker" ("residual" under any of them where rounding allows no better one); otherwise
+            "max_iterations", "boundary", "negative_curvature", "zero_rhs", or "converged" where the residual vanished.
         products: curvature products, all told.
         evaluations: runs of the closure, the first one included.
         reduction_ratio: ρ, the loss's change over the one that the quadratic g·s + ½ sᵀBs predicted, for the full
-            step.
+            step (α = 1), before the line search shortened it: so it may be negative beside ``accepted=True``.
         damping: λ used in this step. next_damping: λ that the next one will use.
         trust_radius: Δ used in this step, infinite without a trust region.
         curvature_along_step: sᵀBs / sᵀs.

@@ -20,10 +20,14 @@ from sorder.optim.newton_step import NewtonStep
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
 from sorder.optim.validation import (
+    CUSTOM,
     check_factors,
+    check_not_module,
     check_options,
     check_parameters,
+    check_preconditioner,
     check_state_dict,
+    check_step,
     new_group,
     not_nested,
 )
@@ -42,10 +46,13 @@ class NewtonCG(Optimizer):
     Wright, *Numerical Optimization*, for the rest:
 
     - **λ** follows ρ, the change of the loss over the one predicted: times ``damping_decrease`` where ρ > 1/2, times
-      ``damping_increase`` where ρ < 1/4 (Levenberg–Marquardt). It starts from the problem: a trial of the Cauchy step
-      −t g, t = gᵀg/gᵀBg, shows by how much the loss exceeds m, and λ_c‖t g‖²/2 is to cover that. The excess grows
-      with the step, and a damped step is no longer than ‖g‖/λ, which bounds λ by (λ_c gᵀBg/gᵀg)^½; it starts at a
-      tenth of that: zero on a quadratic, so that one step solves it.
+      ``damping_increase`` where ρ < 1/4 (Levenberg–Marquardt). A λ far too low, zero included, is then raised in one
+      go, to a tenth of the λ for which λ‖s‖²/2 would have covered what the loss exceeded the quadratic by: at the
+      length that the line search came back to, or at the full step where there was no excess at that length. λ starts
+      from the problem: a trial of the Cauchy step −t g, t = gᵀg/gᵀBg, shows by how much the loss exceeds m, and
+      λ_c‖t g‖²/2 is to cover that. The excess grows with the step, and a damped step is no longer than ‖g‖/λ, which
+      bounds λ by (λ_c gᵀBg/gᵀg)^½; it starts at a tenth of that: zero where there is no excess, as on a quadratic,
+      which one step then solves.
     - **α** is 1 where the loss falls enough (Armijo), and backtracks otherwise. A step that does not lower the loss
       is rejected: the parameters stay, and λ grows.
     - **Negative curvature** (Hessian only) is followed: where CG meets a direction dᵀBd < 0, the step goes down along
@@ -126,7 +133,8 @@ class NewtonCG(Optimizer):
             ``weight_decay`` are at most 2.6e15 (2e123 where all parameters are float64). Parameters are on the meta
             device. (By ``step``, too, and if the closure changes
             ``.grad`` after ``backward``, or returns a loss that is not a scalar or has no graph.)
-        TypeError: (by ``step``) there is no closure, or it returns neither a loss nor ``(loss, outputs)``.
+        TypeError: ``params`` is a module, or ``preconditioner`` a class. (By ``step``:) there is no closure, or what
+            was given is none, or returns neither a loss nor ``(loss, outputs)``.
         RuntimeError: (by ``step``) it was called inside a closure of its own. Nothing has changed.
         FloatingPointError: (by ``step``) the loss, a gradient or a product is not finite. Nothing has changed.
             sorder.curvature.CurvatureError: (by ``step``) an operation lacks derivatives. Nothing has changed.
@@ -141,7 +149,8 @@ class NewtonCG(Optimizer):
         >>> bool(loss < 0.1), optimizer.last_step.curvature
         (True, 'ggn')
 
-        With K-FAC in front of the exact products, CG needs fewer of them:
+        K-FAC in front of the exact products makes the first few CG iterations worth many (to a tight residual at
+        larger λ it may need as many, or more):
 
         >>> optimizer = sorder.NewtonCG(model.parameters(), preconditioner=sorder.KFACPreconditioner(model))
         >>> loss = optimizer.step(lambda: torch.nn.functional.cross_entropy(model(x), y))
@@ -176,6 +185,8 @@ class NewtonCG(Optimizer):
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        check_not_module(self, params)
+        check_preconditioner(preconditioner)
         defaults = {
             "lr": lr,
             "curvature": curvature,
@@ -192,7 +203,7 @@ class NewtonCG(Optimizer):
             "cg_stop": cg_stop,
             "cg_tolerance": cg_tolerance,
             "warm_start": warm_start,
-            "preconditioner": "custom" if callable(preconditioner) else preconditioner,
+            "preconditioner": CUSTOM if callable(preconditioner) else preconditioner,
             "preconditioner_decay": preconditioner_decay,
             "preconditioner_power": preconditioner_power,
             "weight_decay": weight_decay,
@@ -211,9 +222,12 @@ class NewtonCG(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its parameters join the next step."""
+        check_not_module(self, param_group.get("params"))
         super().add_param_group(param_group)
         with new_group(self) as group:
             check_options(group)
+            if self.defaults["preconditioner"] != CUSTOM:
+                check_preconditioner(group["preconditioner"])
             check_parameters(group["params"])
             check_factors(group, group["params"])
         join = getattr(self._preconditioner, "add_params", None)
@@ -241,8 +255,9 @@ class NewtonCG(Optimizer):
                 "NewtonCG.step needs a closure that evaluates the loss, as in "
                 "optimizer.step(lambda: F.cross_entropy(model(x), y))"
             )
-        closures = _plain("closure", closure)
-        curvature_closures = None if curvature_closure is None else _plain("curvature_closure", curvature_closure)
+        check_step(self, closure, curvature_closure)
+        closures = _plain(closure)
+        curvature_closures = None if curvature_closure is None else _plain(curvature_closure)
         for group in self.param_groups:
             check_options(group)
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -344,10 +359,6 @@ def _restored_on_failure(preconditioner: Any) -> Iterator[None]:
         raise
 
 
-def _plain(name: str, closure: Any) -> Any:
+def _plain(closure: Any) -> Any:
     """The closure or closures, marked as functions whose ``.grad`` is the loss's."""
-    if callable(closure):
-        return PlainClosure(closure)
-    if not isinstance(closure, Sequence) or not closure or not all(map(callable, closure)):
-        raise TypeError(f"{name} must be a callable or a nonempty sequence of callables, got {closure!r}")
-    return [PlainClosure(c) for c in closure]
+    return PlainClosure(closure) if callable(closure) else [PlainClosure(c) for c in closure]

@@ -78,15 +78,8 @@ class NewtonStep:
         found = self._search(step, slope, predicted, direction, trust)
         ratio = rules.reduction_ratio(found.first - self.loss, predicted, self.noise)
         norm = _norm(step)
-        self._update(
-            ratio,
-            _matching(found, self.loss, slope, quadratic, norm, self.noise),
-            found.length,
-            norm,
-            direction,
-            damping,
-            radius,
-        )
+        raised = _raised(damping, found, self.loss, slope, quadratic, self.gradient_norm, norm, self.noise)
+        self._update(ratio, raised, norm, direction, damping, radius)
         accepted = found.length > 0.0
         self.transaction.write(step if accepted else None, found.length)
         if accepted:
@@ -257,14 +250,7 @@ class NewtonStep:
         return LineSearchResult(float(accepted), new if accepted else self.loss, new)
 
     def _update(
-        self,
-        ratio: float,
-        matching: float,
-        length: float,
-        norm: float,
-        direction: Direction,
-        damping: float,
-        radius: float | None,
+        self, ratio: float, raised: float, norm: float, direction: Direction, damping: float, radius: float | None
     ) -> None:
         options = self.options
         self.next_damping, self.next_radius = damping, radius
@@ -275,7 +261,6 @@ class NewtonStep:
                 damping, ratio, options["damping_decrease"], options["damping_increase"]
             )
             if ratio < 0.25:
-                raised = rules.raised_damping(damping, matching, length, self.gradient_norm, norm)
                 self.next_damping = max(self.next_damping, raised)
         # An option that the next step would refuse is of no use to it.
         limit = largest_factor(self.params)
@@ -344,12 +329,29 @@ class NewtonStep:
         return self._record(none, search, 1.0, damping or 0.0, radius, quadratic, norm)
 
 
-def _matching(found: LineSearchResult, loss: float, slope: float, quadratic: float, norm: float, noise: float) -> float:
-    """λ that would have told the loss where the search ended: at shorter steps the model errs less."""
+def _raised(
+    damping: float,
+    found: LineSearchResult,
+    loss: float,
+    slope: float,
+    quadratic: float,
+    gradient_norm: float,
+    norm: float,
+    noise: float,
+) -> float:
+    """λ after a bad step, by the loss where the search ended: at shorter steps the model errs less.
+
+    Where it did not err at all there, which would leave a λ of zero at zero, by the loss at the full step. Rounding is
+    not allowed for then, since ρ does not either.
+    """
     length = found.length or 1.0
     change = (found.loss if found.length else found.first) - loss
     predicted = length * slope + 0.5 * length**2 * quadratic
-    return rules.matching_damping(change, predicted, (length * norm) ** 2, noise)
+    matching, shortened = rules.matching_damping(change, predicted, (length * norm) ** 2, noise), found.length
+    if matching == 0.0:
+        matching = rules.matching_damping(found.first - loss, slope + 0.5 * quadratic, norm**2, noise=0.0)
+        shortened = 1.0
+    return rules.raised_damping(damping, matching, shortened, gradient_norm, norm)
 
 
 def _norm(v: Vector) -> float:

@@ -143,7 +143,8 @@ class SophiaH(_Sophia):
         last_step: :class:`SophiaStep` of the last step, or None. curvature_due: whether the next step updates h.
 
     Raises:
-        ValueError: an option is out of range. TypeError: (by ``step``) an update is due, and no closure was given.
+        ValueError: an option is out of range. TypeError: ``params`` is a module, or (by ``step``) what was given is no
+            closure, or an update is due, and none was given.
         FloatingPointError: (by ``step``) something is not finite. Nothing has changed.
 
     Example:

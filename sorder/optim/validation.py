@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sorder.curvature.point import MODES
@@ -23,9 +23,11 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "damping_update": ("levenberg-marquardt", "constant", "trust-region"),
     "line_search": ("armijo", None),
     "cg_stop": ("relative-progress", "residual", "eisenstat-walker"),
-    "preconditioner": (None, "diagonal", "squared-gradient", "custom"),
     "attention": ("exact", None),
 }
+PRECONDITIONERS = (None, "diagonal", "squared-gradient")
+# What groups, and so state dicts, hold in the place of a callable preconditioner.
+CUSTOM = "custom"
 # name: (lower bound, whether it is allowed itself, upper bound, whether it is allowed, whether None is)
 RANGES: dict[str, tuple[float, bool, float, bool, bool]] = {
     "lr": (0.0, True, math.inf, False, False),
@@ -87,6 +89,54 @@ def not_nested(method: Method) -> Method:
     return cast(Method, guarded)
 
 
+def check_not_module(optimizer: Optimizer, params: Any) -> None:
+    """TypeError where ``params`` of an optimizer or of a group is a module; one that lists parameters is none here."""
+    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
+        raise TypeError(
+            f"{type(optimizer).__name__} takes parameters, got the module {type(params).__name__}: pass "
+            "model.parameters() or model.named_parameters(). (KFAC and KFACPreconditioner take modules, "
+            "parameter groups do not.)"
+        )
+
+
+def check_closure(optimizer: Optimizer, method: str, name: str, closure: Any) -> None:
+    """TypeError unless ``closure``, the argument ``name`` of a method, is a callable or a nonempty sequence of some."""
+    several = isinstance(closure, Sequence) and not isinstance(closure, str)
+    if callable(closure) or (several and closure and all(map(callable, closure))):
+        return
+    got = f"[{', '.join(type(c).__name__ for c in closure)}]" if several else type(closure).__name__
+    raise TypeError(
+        f"{type(optimizer).__name__}.{method} takes a closure that evaluates the loss, as in lambda: "
+        f"F.cross_entropy(model(x), y): {name} must be a callable or a nonempty sequence of callables, got {got}"
+    )
+
+
+def check_step(optimizer: Optimizer, closure: Any, curvature_closure: Any) -> None:
+    """:func:`check_closure` of what ``step`` was given; None is nothing."""
+    for name, given in (("closure", closure), ("curvature_closure", curvature_closure)):
+        if given is not None:
+            check_closure(optimizer, "step", name, given)
+
+
+def check_preconditioner(value: Any) -> None:
+    """TypeError for a class, ValueError for what is neither a preconditioner's name nor callable."""
+    if isinstance(value, type):
+        raise TypeError(
+            f"preconditioner must be an instance, got the class {value.__name__}; make one, as in "
+            "sorder.KFACPreconditioner(model)"
+        )
+    if not callable(value):
+        _check_preconditioner_name(value)
+
+
+def _check_preconditioner_name(value: Any) -> None:
+    if value not in PRECONDITIONERS:
+        raise ValueError(
+            f"preconditioner must be one of {', '.join(map(repr, PRECONDITIONERS))}, or, as an argument of NewtonCG "
+            f"itself, a callable such as sorder.KFACPreconditioner(model), got {value!r}"
+        )
+
+
 def check_parameters(params: Sequence[Tensor]) -> None:
     """ValueError that names the first parameter that is not real floating-point, or has no values."""
     for i, p in enumerate(params):
@@ -123,6 +173,8 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, allowed in CHOICES.items():
         if options[name] not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {options[name]!r}")
+    if options["preconditioner"] != CUSTOM:
+        _check_preconditioner_name(options["preconditioner"])
     for name, (low, with_low, high, with_high, with_none) in RANGES.items():
         value = options[name]
         if value is None and with_none:
@@ -186,7 +238,7 @@ def check_state_dict(
     foreign = [key for key in state if isinstance(key, str) and key != own]
     if foreign:
         what = f"has an entry {foreign[0]!r}"
-        raise ValueError(f"state_dict must be that of a {name}, but its state {what}: is it another optimizer's?")
+        raise ValueError(f"state_dict must be that of {name}, but its state {what}: is it another optimizer's?")
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(
             f"state_dict must have {len(optimizer.param_groups)} parameter groups as this {name}, got {len(groups)}"
@@ -196,7 +248,7 @@ def check_state_dict(
         missing = [option for option in ("params", *optimizer.defaults) if option not in saved]
         if missing:
             raise ValueError(
-                f"state_dict must be that of a {name}, but its group {i} lacks {', '.join(missing[:4])}"
+                f"state_dict must be that of {name}, but its group {i} lacks {', '.join(missing[:4])}"
                 f"{f' and {len(missing) - 4} more' if len(missing) > 4 else ''}: is it another optimizer's?"
             )
         if len(saved["params"]) != len(group["params"]):
@@ -211,7 +263,7 @@ def check_state_dict(
     others = [key for key in state if key != own and key not in parameters]
     if others or (state and own not in state):
         what = f"has an entry {others[0]!r}" if others else f"lacks the entry {own!r}"
-        raise ValueError(f"state_dict must be that of a {name}, but its state {what}: is it another optimizer's?")
+        raise ValueError(f"state_dict must be that of {name}, but its state {what}: is it another optimizer's?")
     for key, p in parameters.items():
         for entry, value in state.get(key, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != p.shape:

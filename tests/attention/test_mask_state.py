@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 import sorder
+from sorder.ops import ranges
 from sorder.ops.mask import Mask
 from sorder.ops.varlen import attention_varlen
 
@@ -180,8 +182,9 @@ def test_integers_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=str)
-def test_short_integers_do_not_limit_the_length(dtype: torch.dtype) -> None:
-    """Row and key numbers beyond what the dtype holds."""
+def test_short_integers_do_not_limit_the_length(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row and key numbers beyond what the dtype holds (as boundaries, where the host does not look)."""
+    monkeypatch.setattr(ranges, "is_readable", lambda x: False)
     n = 300
     q = torch.randn(1, n, 4, dtype=torch.float64)
     rows, columns = torch.arange(n)[:, None], torch.arange(n)
@@ -195,6 +198,22 @@ def test_short_integers_do_not_limit_the_length(dtype: torch.dtype) -> None:
         (Mask(causal=True, alignment=value), columns <= rows + end),
     ):
         close(attend(q, mask), dense(q, visible))
+
+
+def test_ids_of_any_strides_raise_no_warning() -> None:
+    ids = torch.tensor([[0, 0], [0, 0], [1, 0], [1, 1], [2, 1], [2, 2]]).T
+    q = torch.randn(2, N, 8, dtype=torch.float64)
+    assert not ids.is_contiguous()
+    torch.set_warn_always(True)  # rather than once a process
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            got = sorder.attention(q, q, q, mask=Mask(documents=ids))
+            one = sorder.attention(q, q, q, mask=Mask(documents=(ids, ids[:1])))
+    finally:
+        torch.set_warn_always(False)
+    close(got, sorder.attention(q, q, q, ids[:, :, None] == ids[:, None, :]))
+    close(one, sorder.attention(q, q, q, ids[:, :, None] == ids[:1, None, :]))
 
 
 def test_ids_that_only_their_highest_bit_tells_apart() -> None:

@@ -103,6 +103,10 @@ def test_learns_and_leaves_its_files(example: Any, text: Path, tmp_path: Path, o
     assert {tag for tag in tags if "/" in tag} == {f"{family}/{name}" for name in SCALARS.get(family, ())}
 
 
+def test_a_sample_does_not_act_on_the_terminal(example: Any) -> None:
+    assert example.escaped("import \x1b[31m\r\x07\x00é\n\u202e") == "import \\x1b[31m\\r\\x07\\x00é\n\\u202e"
+
+
 def test_checkpointed_blocks_give_the_same_derivatives(_path: None) -> None:
     gpt = importlib.import_module("gpt")
     model = gpt.GPT(256, 16, 2, 2).double()

@@ -57,3 +57,26 @@ def test_cg_iterations(tmp_path: Path) -> None:
     for row in first["iterations"].values():
         found = [row[t] for t in ("0.3", "0.1", "0.03") if row[t] is not None]
         assert found == sorted(found) and found[0] >= 1
+
+
+@pytest.mark.parametrize("minutes", [0.0, 1.0])
+def test_cg_iterations_end_with_the_time(
+    minutes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No solve begins behind the deadline, and what was measured before is kept."""
+    benchmark, out = importlib.import_module("kfac_cg_iterations"), tmp_path / "results.json"
+    clock = [0.0]
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: clock[0])
+    solve, solves = benchmark.cg, []
+
+    def cg(*args: object, **options: object) -> object:
+        solves.append(clock[0])
+        clock[0] += 9.0
+        return solve(*args, **options)
+
+    monkeypatch.setattr(benchmark, "cg", cg)
+    benchmark.main(["--smoke", "--device=cpu", "--commit=abc", f"--out={out}", f"--minutes={minutes}"])
+    points = json.loads(out.read_text())["points"]
+    assert all(at < 60.0 * minutes for at in solves)
+    assert [list(point["iterations"]) for point in points] == ([["none"]] if minutes else [])
+    assert "minutes were up after" in capsys.readouterr().out

@@ -288,7 +288,7 @@ def test_what_has_no_block_is_stated_and_served() -> None:
     assert "fallback: used by conv_transpose1d" in lines["deconv.weight"]
     assert "NOT in it: its use by einsum" in lines["body.weight"]
     assert "the loss did not use it" in lines["unused"]
-    assert "bias" in lines["frozen.bias"] and "K-FAC 4 ⊗ 1" in lines["frozen.bias"]
+    assert "bias" in lines["frozen.bias"] and "dense 4 × 4" in lines["frozen.bias"]
     kfac.update(None, 0.5)
     v = [torch.ones_like(p) for p in kfac.params]
     out = dict(zip(kfac.names, kfac(v), strict=True))

@@ -111,6 +111,20 @@ def test_a_failed_factorisation_raises_its_damping_and_warns() -> None:
         inverses.cholesky(torch.full((1, 2, 2), float("nan")), "linear")
 
 
+@pytest.mark.parametrize("inverse", ["cholesky", "ekfac"])
+def test_the_report_says_which_factor_is_which(inverse: str) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    x, y = torch.randn(8, 3), torch.randint(2, (8,))
+    name = "EKFAC" if inverse == "ekfac" else "K-FAC"
+    for max_size, norm in ((8192, "dense"), (7, "diagonal")):
+        kfac = fitted(net, lambda: nn.functional.cross_entropy(net(x), y), inverse=inverse, max_size=max_size)
+        heading, *lines = kfac.report().splitlines()
+        assert "curvature (outputs ⊗ inputs)" in heading
+        found = {line.split()[0]: line for line in lines}
+        assert f"{name} 4 ⊗ 4  " in found["0.weight"] and f"{name} 2 ⊗ 5  " in found["2.bias"]
+        assert all(f"{norm} 8 × 8  " in found[p] and "⊗" not in found[p] for p in ("1.weight", "1.bias"))
+
+
 def test_too_large_a_factor_is_diagonal_and_reported() -> None:
     problem = make_problem("mlp")
     net = problem.module

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
 
 from sorder.ops.attention import attention
 from sorder.ops.mask import Mask
+from sorder.ops.varlen import attention_varlen
 
 
 def heads(query: int, key: int, value: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,6 +158,21 @@ MASKS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "in two ways",
     ),
     "boundaries per batch": ({"cu_seqlens": torch.zeros(2, 3).long()}, ValueError, r"shape \(documents \+ 1,\)"),
+    "boundaries that begin late": (
+        {"cu_seqlens": torch.tensor([1, 5])},
+        ValueError,
+        "cu_seqlens .* must ascend from 0 to the number of query tokens, 5, at most; got a first boundary of 1",
+    ),
+    "boundaries that fall": (
+        {"cu_seqlens": torch.tensor([0, 4, 2, 5])},
+        ValueError,
+        "cu_seqlens .* query tokens, 5, at most; got 2 behind 4",
+    ),
+    "boundaries beyond the keys": (
+        {"cu_seqlens": (torch.tensor([0, 5]), torch.tensor([0, 6]).to(torch.uint32))},
+        ValueError,
+        "cu_seqlens_k.* key tokens, 5, at most; got a last boundary of 6",
+    ),
     "half a pair of ranges": ({"ranges": torch.zeros(5).long()}, TypeError, "ranges must be a pair"),
     "slopes that are learned": ({"alibi": torch.ones(4, requires_grad=True)}, ValueError, "attn_mask = slopes"),
     "slopes of other heads": ({"alibi": torch.ones(3)}, ValueError, r"alibi of shape \(3,\) does not broadcast"),
@@ -175,6 +192,41 @@ def test_bad_fields_of_a_mask_are_named(case: str) -> None:
     fields, error, message = MASKS[case]
     with pytest.raises(error, match=message):
         attention(*X, mask=Mask(**fields))
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "message"),
+    [
+        ([0, 7], None, "cu_seqlens_q.* query tokens, 5, at most; got a last boundary of 7"),
+        ([0, 2, 4, 5], [0, 2, 1, 5], "cu_seqlens_k.* key tokens, 5, at most; got 1 behind 2"),
+    ],
+)
+@pytest.mark.parametrize("how", ["eager", "inference mode", "vmap", "grad"])
+def test_bad_boundaries_of_packed_documents_are_named(
+    cu_q: list[int], cu_k: list[int] | None, message: str, how: str
+) -> None:
+    x, cu, key = torch.randn(5, 2, 4), torch.tensor(cu_q), None if cu_k is None else torch.tensor(cu_k)
+
+    def call(x: Tensor) -> Tensor:
+        return attention_varlen(x, x, x, cu, key).sum()
+
+    with pytest.raises(ValueError, match=message):
+        if how == "vmap":
+            torch.func.vmap(call)(x[None])
+        elif how == "grad":
+            torch.func.grad(call)(x)
+        else:
+            with torch.inference_mode(how == "inference mode"):
+                call(x)
+
+
+def test_boundaries_that_cannot_be_looked_at_are_not() -> None:
+    x, wrong = torch.randn(2, 5, 4), torch.tensor([[0, 3], [0, 2]])
+    out = torch.func.vmap(lambda x, cu: attention(x, x, x, mask=Mask(cu_seqlens=cu)))(x, wrong)
+    assert out[0, :3].all() and not out[0, 3:].any() and not out[1, 2:].any()
+    with FakeTensorMode() as mode:
+        fake, cu = mode.from_tensor(x), mode.from_tensor(wrong)[0]
+        assert attention(fake, fake, fake, mask=Mask(cu_seqlens=cu)).shape == x.shape
 
 
 def test_grouped_heads_without_the_option_get_a_hint_that_works() -> None:

@@ -85,3 +85,16 @@ def test_refusals_name_the_argument() -> None:
             sorder.attention(*tensors, **options)
         with exact_attention(), pytest.raises(NotImplementedError, match=message):
             F.scaled_dot_product_attention(*tensors, **options)
+
+
+def test_a_buffer_may_be_longer_than_its_sequences() -> None:
+    values, offsets = torch.randn(10, 2, 4, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 7])
+
+    def of(values: Tensor) -> Tensor:
+        q = torch.nested.nested_tensor_from_jagged(values, offsets).transpose(1, 2)
+        return sorder.attention(q, q, q, is_causal=True).transpose(1, 2).values()[:7]
+
+    got, want = of(values), of(values[:7])
+    torch.testing.assert_close(got, want, rtol=0.0, atol=0.0)
+    grads = (torch.autograd.grad(out.square().sum(), values)[0] for out in (got, want))
+    torch.testing.assert_close(*grads, rtol=0.0, atol=0.0)

@@ -194,10 +194,13 @@ def test_a_number_passes_where_backward_was_called() -> None:
 @pytest.mark.parametrize("closure", [3, "loss", [], [3], torch.ones(())], ids=str)
 def test_what_is_no_closure_is_named(closure: Any) -> None:
     optimizer = NewtonCG(model().parameters())
-    with pytest.raises(TypeError, match=r"^closure must be a callable or a nonempty sequence of callables, got"):
+    with pytest.raises(
+        TypeError,
+        match=r"^NewtonCG.step takes a closure .*: closure must be a callable or a nonempty sequence of callables, got",
+    ):
         optimizer.step(closure)
     net = model()
-    with pytest.raises(TypeError, match=r"^curvature_closure must be a callable"):
+    with pytest.raises(TypeError, match=r"^NewtonCG.step takes a closure .*: curvature_closure must be a callable"):
         NewtonCG(net.parameters()).step(closure_of(net), curvature_closure=closure)
 
 

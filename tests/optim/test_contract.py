@@ -172,7 +172,7 @@ class TestContract:
     def test_the_state_of_another_optimizer_is_refused(self, make: Callable[..., Any], steps: int) -> None:
         net = model()
         optimizer = make(net.parameters())
-        message = f"state_dict must be that of a {type(optimizer).__name__}, but its .* another"
+        message = f"state_dict must be that of {type(optimizer).__name__}, but its .* another"
         for maker in (*MAKERS.values(), KFAC, torch.optim.AdamW):
             foreign = maker(net.parameters())
             if type(foreign) is not type(optimizer):
@@ -451,3 +451,45 @@ class TestContract:
         with pytest.raises(ValueError, match="lr must lie in"):
             optimizer.add_param_group({"params": list(net[2].parameters()), "lr": float("nan")})
         assert len(optimizer.param_groups) == 1
+
+
+EVERY: dict[str, Callable[..., Any]] = {**MAKERS, "KFAC": KFAC}
+
+
+@pytest.mark.parametrize("name", EVERY)
+class TestWhatANewcomerPasses:
+    @pytest.mark.parametrize(
+        ("given", "got"),
+        [(torch.ones(()), "Tensor"), (3.0, "float"), ([], r"\[\]"), ([torch.ones(())], r"\[Tensor\]")],
+        ids=["loss", "number", "none", "losses"],
+    )
+    def test_a_loss_for_a_closure(self, name: str, given: Any, got: str) -> None:
+        net = model()
+        optimizer = EVERY[name](net.parameters())
+        before, start = str(optimizer.state_dict()), values(net)
+        message = f"^{name}.{{}} takes a closure that evaluates the loss, as in lambda: .*: {{}} must be .*, got {got}$"
+        with pytest.raises(TypeError, match=message.format("step", "closure")):
+            optimizer.step(given)
+        with pytest.raises(TypeError, match=message.format("step", "curvature_closure")):
+            optimizer.step(lambda: net(data(1)[0]).sum(), curvature_closure=given)
+        if name != "NewtonCG":
+            with pytest.raises(TypeError, match=message.format("update_curvature", "closure")):
+                optimizer.update_curvature(given)
+        assert str(optimizer.state_dict()) == before and torch.equal(values(net), start)
+
+    def test_a_module_for_parameters(self, name: str) -> None:
+        net, message = model(), rf"^{name} takes parameters, got the module \w+: pass model.parameters\(\)"
+        if name == "KFAC":
+            assert len(KFAC(net).param_groups[0]["params"]) == len(list(net.parameters()))
+        else:
+            for module in (net, nn.Linear(2, 2)):  # of which one can be iterated over
+                with pytest.raises(TypeError, match=message):
+                    EVERY[name](module)
+        with pytest.raises(TypeError, match=message):
+            EVERY[name]([{"params": net}])
+        optimizer = EVERY[name](net.parameters())
+        with pytest.raises(TypeError, match=message):
+            optimizer.add_param_group({"params": nn.Linear(2, 2)})
+        assert len(optimizer.param_groups) == 1
+        params = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(2))
+        assert len(EVERY[name](params).param_groups[0]["params"]) == 2

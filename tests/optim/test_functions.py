@@ -87,6 +87,13 @@ def test_leaves_a_saddle_for_a_minimum(start: list[float], options: dict[str, ob
     torch.testing.assert_close(x.abs(), torch.tensor([2**0.5, 0.0], dtype=torch.float64), rtol=0.0, atol=1e-8)
 
 
+@pytest.mark.parametrize("rule", ["relative-progress", "residual", "eisenstat-walker"])
+def test_the_record_names_the_stopping_rule_as_the_option_does(rule: str) -> None:
+    function, _ = quadratic()
+    _, optimizer = minimise(function, [0.0] * 100, 1, cg_iterations=400, cg_stop=rule, cg_tolerance=0.1)
+    assert optimizer.last_step.cg_stop == rule
+
+
 def test_leaves_a_maximum_and_stays_at_a_minimum() -> None:
     x, _ = minimise(lambda x: (x.square().sum() - 1) ** 2, [0.0, 0.0, 0.0], 15)
     assert abs(x.norm() - 1.0) < 1e-8

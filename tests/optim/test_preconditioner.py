@@ -175,3 +175,38 @@ def test_refresh_is_called_before_update_with_the_point_of_the_curvature() -> No
     optimizer = NewtonCG(net.parameters(), preconditioner=Recorder())
     optimizer.step(closure_of(net, 1), curvature_closure=closure_of(net, 2))
     assert calls == [("refresh", 0, "ggn", 4), "update"]
+
+
+CHOICES = (
+    r"^preconditioner must be one of None, 'diagonal', 'squared-gradient', or, as an argument of NewtonCG itself, a "
+    r"callable such as sorder.KFACPreconditioner\(model\), got "
+)
+
+
+@pytest.mark.parametrize("value", ["kfac", "custom", 3])
+def test_what_is_no_preconditioner_is_told_what_is(value: Any) -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"{CHOICES}{value!r}$"):
+        NewtonCG(net.parameters(), preconditioner=value)
+    with pytest.raises(ValueError, match=f"{CHOICES}{value!r}$"):
+        NewtonCG([{"params": net.parameters(), "preconditioner": value}])
+
+
+def test_a_callable_is_no_option_of_a_group() -> None:
+    net = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=CHOICES):
+        NewtonCG([{"params": net.parameters(), "preconditioner": sorder.KFACPreconditioner(net)}])
+
+
+def test_a_class_is_no_preconditioner() -> None:
+    net = nn.Linear(2, 2)
+    message = r"got the class KFACPreconditioner; make one, as in sorder.KFACPreconditioner\(model\)"
+    with pytest.raises(TypeError, match=message):
+        NewtonCG(net.parameters(), preconditioner=sorder.KFACPreconditioner)
+
+
+def test_a_group_may_inherit_the_options_of_another() -> None:
+    net, more = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = NewtonCG(net.parameters(), preconditioner=sorder.KFACPreconditioner(net))
+    optimizer.add_param_group({**optimizer.param_groups[0], "params": list(more.parameters())})
+    assert len(optimizer.param_groups) == 2

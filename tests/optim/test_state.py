@@ -130,7 +130,7 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     **FOREIGN,
-    "SophiaH": (lambda: saved_by(SophiaH), "must be that of a NewtonCG, but its state has an entry 'sophia_h'"),
+    "SophiaH": (lambda: saved_by(SophiaH), "must be that of NewtonCG, but its state has an entry 'sophia_h'"),
     "more groups": (lambda: saved_by(NewtonCG, groups=2), "must have 1 parameter groups as this NewtonCG, got 2"),
     "fewer parameters": (
         lambda: without(saved_by(NewtonCG), "param_groups", 0, "params", 0),
