@@ -8,6 +8,8 @@ Through torch 2.13:
   saved, of which tangents know nothing, unless they are recorded: wrong in forward over reverse, as
   :func:`sorder.func.hvp` takes it, and in reverse over forward;
 - the forward-mode rule of ``cholesky_inverse`` is wrong where it is differentiated.
+
+The determinants' compositions have no derivatives at a singular matrix (NaN).
 """
 
 from __future__ import annotations
@@ -22,10 +24,19 @@ from torch.overrides import TorchFunctionMode
 
 
 class RightSecondDerivatives(TorchFunctionMode):
-    """Within this mode these operations are compositions."""
+    """Within this mode these operations are compositions; what they refuse, PyTorch refuses in its own words."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _COMPOSED.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func not in _COMPOSED or kwargs.get("out") is not None:  # ``out`` takes no derivatives
+            return func(*args, **kwargs)
+        options = {name: x for name, x in kwargs.items() if name not in ("input", "A", "out")}
+        first = [kwargs[name] for name in ("input", "A") if name in kwargs]
+        try:
+            return _COMPOSED[func](*first, *args, **options)
+        except Exception:
+            func(*args, **kwargs)
+            raise
 
 
 def _named(name: str, values: tuple[Tensor, Tensor]) -> Any:
@@ -36,13 +47,19 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def _det(input: Tensor) -> Tensor:
-    permutation, _, upper = torch.linalg.lu(input)
+def _square_lu(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if A.shape[-1] != A.shape[-2]:
+        raise ValueError("LU of other matrices has a diagonal, too, but no determinant")
+    return torch.linalg.lu(A)
+
+
+def _det(A: Tensor) -> Tensor:
+    permutation, _, upper = _square_lu(A)
     return torch.linalg.det(permutation) * upper.diagonal(dim1=-2, dim2=-1).prod(-1)
 
 
-def _slogdet(input: Tensor) -> Any:
-    permutation, _, upper = torch.linalg.lu(input)
+def _slogdet(A: Tensor) -> Any:
+    permutation, _, upper = _square_lu(A)
     diagonal = upper.diagonal(dim1=-2, dim2=-1)
     sign = torch.linalg.det(permutation) * diagonal.sgn().prod(-1)
     return _named("linalg_slogdet", (sign, diagonal.abs().log().sum(-1)))
@@ -61,9 +78,17 @@ def _solve_ex(
     check_errors: bool = False,
 ) -> Any:
     factors, pivots, info = torch.linalg.lu_factor_ex(A, check_errors=check_errors)
+    permutation, lower, upper = torch.lu_unpack(factors, pivots)
     vector = B.dim() == 1 or (B.dim() == A.dim() - 1 and B.shape == A.shape[:-1])
-    result = torch.linalg.lu_solve(factors, pivots, B.unsqueeze(-1) if vector else B, left=left)
-    return _named("linalg_solve_ex", (result.squeeze(-1) if vector else result, info))
+    x = B.unsqueeze(-1) if vector else B
+    # Not lu_solve, whose values are wrong where vmap maps A, and one inside it B.
+    if left:
+        x = torch.linalg.solve_triangular(lower, permutation.mT @ x, upper=False, unitriangular=True)
+        x = torch.linalg.solve_triangular(upper, x, upper=True)
+    else:
+        x = torch.linalg.solve_triangular(upper, x, upper=True, left=False)
+        x = torch.linalg.solve_triangular(lower, x, upper=False, left=False, unitriangular=True) @ permutation.mT
+    return _named("linalg_solve_ex", (x.squeeze(-1) if vector else x, info))
 
 
 def _solve(A: Tensor, B: Tensor, *, left: bool = True) -> Tensor:

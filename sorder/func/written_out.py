@@ -68,7 +68,10 @@ def _layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    cudnn_enable: bool = True,  # of torch.layer_norm
 ) -> Tensor:
+    if input.shape[input.dim() - len(normalized_shape) :] != tuple(normalized_shape):
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)  # raises
     x, dtype = wide(input)
     out = _normalize(x, tuple(range(-len(normalized_shape), 0)), eps)
     if weight is not None:
@@ -116,7 +119,7 @@ def _group_norm(
     batch, channels = input.shape[:2]
     if channels % num_groups:
         return F.group_norm(input, num_groups, weight, bias, eps)  # raises
-    out = _normalize(x.reshape(batch, num_groups, -1), (2,), eps).reshape(input.shape)
+    out = _normalize(x.reshape(batch, num_groups, x.shape[1:].numel() // num_groups), (2,), eps).reshape(input.shape)
     return _per_channel(out, weight, bias).to(dtype)
 
 

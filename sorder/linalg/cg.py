@@ -138,7 +138,7 @@ def cg(
     _check_functions(matvec, preconditioner, dot)
     _check_numbers(max_iterations, min_iterations, trust_radius, x0, curvature_tolerance)
     rules = _rules(stopping)
-    with past_modes() as under_modes:
+    with past_modes(tree_leaves((rhs, x0))) as under_modes:
 
         def theirs(function: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any) -> Any:

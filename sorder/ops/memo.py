@@ -29,13 +29,16 @@ class Memo:
         self._kept: dict[Key, tuple[tuple[Tensor, int], ...]] = {}
 
     def find(self, key: Key, last: bool) -> tuple[Tensor, ...] | None:
-        """What was kept, unless something has been written to it since; forgotten if this is the ``last`` time."""
+        """A copy of what was kept, unless something has been written to that; forgotten if this is the ``last`` time.
+
+        A copy, since whoever asked first may still hold the original, and either may write to his.
+        """
         entry = self._kept.pop(key, None)
         if entry is None or any(x._version != version for x, version in entry):
             return None
         if not last:
             self._kept[key] = entry
-        return tuple(x.detach() for x, _ in entry)
+        return tuple(x.clone() for x, _ in entry)
 
     def keep(self, key: Key, results: tuple[Tensor, ...]) -> None:
         self._kept[key] = tuple((x.detach(), x._version) for x in results)

@@ -48,7 +48,8 @@ class NewtonCG(Optimizer):
     - **λ** follows ρ, the change of the loss over the one predicted: times ``damping_decrease`` where ρ > 1/2, times
       ``damping_increase`` where ρ < 1/4 (Levenberg–Marquardt). A λ far too low, zero included, is then raised in one
       go, to a tenth of the λ for which λ‖s‖²/2 would have covered what the loss exceeded the quadratic by: at the
-      length that the line search came back to, or at the full step where there was no excess at that length. λ starts
+      length α‖s‖ that the line search came back to, or at the full step where there was no excess at that length (then
+      to a tenth of ‖g‖/α‖s‖ at most, which alone would bound steps by that length). λ starts
       from the problem: a trial of the Cauchy step −t g, t = gᵀg/gᵀBg, shows by how much the loss exceeds m, and
       λ_c‖t g‖²/2 is to cover that. The excess grows with the step, and a damped step is no longer than ‖g‖/λ, which
       bounds λ by (λ_c gᵀBg/gᵀg)^½; it starts at a tenth of that: zero where there is no excess, as on a quadratic,

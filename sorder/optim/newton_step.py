@@ -342,15 +342,16 @@ def _raised(
     """λ after a bad step, by the loss where the search ended: at shorter steps the model errs less.
 
     Where it did not err at all there, which would leave a λ of zero at zero, by the loss at the full step. Rounding is
-    not allowed for then, since ρ does not either.
+    not allowed for then, since ρ does not either; and ‖g‖/α‖s‖, with which no step is longer than that shorter one, is
+    enough however large the loss was.
     """
     length = found.length or 1.0
     change = (found.loss if found.length else found.first) - loss
     predicted = length * slope + 0.5 * length**2 * quadratic
     matching, shortened = rules.matching_damping(change, predicted, (length * norm) ** 2, noise), found.length
-    if matching == 0.0:
+    if matching == 0.0 and norm > 0.0:
         matching = rules.matching_damping(found.first - loss, slope + 0.5 * quadratic, norm**2, noise=0.0)
-        shortened = 1.0
+        matching, shortened = min(matching, gradient_norm / (length * norm)), 1.0
     return rules.raised_damping(damping, matching, shortened, gradient_norm, norm)
 
 

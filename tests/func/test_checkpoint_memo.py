@@ -108,3 +108,30 @@ def test_hashes_tell_tensors_apart(dtype: torch.dtype, size: int) -> None:
         pairs = list(zip(memo._hashes(x), memo._hashes(other), strict=True))
         assert all(int(a) != int(b) for a, b in pairs)
     assert [int(a) for a in memo._hashes(x)] == [int(a) for a in memo._hashes(x.clone())]
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first, second = sorder.attention(q, k, v), sorder.attention(q, k, v)
+    second.mul_(2.0)
+    return first.sin() * second.cos()
+
+
+def beside_a_constant(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    moving = sorder.attention(q, k, v)
+    constant = sorder.attention(q.detach(), k.detach(), v.detach())
+    constant.mul_(2.0)
+    return moving.sin() * constant.cos()
+
+
+# Of twice, the backward pass needs what is written to.
+@pytest.mark.parametrize(("function", "order"), [(twice, 1), (beside_a_constant, 1), (beside_a_constant, 2)])
+def test_equal_results_do_not_share_memory(calls: Counter[str], function: Callable[..., Tensor], order: int) -> None:
+    """A block may write to one of them."""
+    primals, tangents = (tuple(torch.randn(3, 2, 5, 4, dtype=torch.float64).unbind()) for _ in range(2))
+
+    def product(f: Callable[..., Tensor]) -> Any:
+        if order == 1:
+            return jvp(f, primals, tangents)
+        return jvp(grad(lambda *x: f(*x).sum(), (0, 1, 2)), primals, tangents)
+
+    torch.testing.assert_close(product(checkpoint(function)), product(function))

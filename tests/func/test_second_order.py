@@ -29,11 +29,19 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "solve for one vector": lambda a: torch.linalg.solve(a[0], B[:, 0]),
     "solve for a vector each": lambda a: torch.linalg.solve(a, B.T[:2]),
     "solve from the right": lambda a: torch.linalg.solve(a, B.T, left=False),
+    "solve for vectors mapped within": lambda a: torch.func.vmap(torch.linalg.solve, (None, 0))(a[0], B.T),
+    "solve for vectors mapped within mapped matrices": lambda a: torch.func.vmap(
+        lambda a: torch.func.vmap(torch.linalg.solve, (None, 0))(a, B.T)
+    )(a),
     "solve_ex": lambda a: torch.linalg.solve_ex(a, B).result,
     "tensorsolve": lambda a: torch.linalg.tensorsolve(a[0].view(2, 2, 4), B[:, 0].view(2, 2)),
     "tensorsolve along a dimension": lambda a: torch.linalg.tensorsolve(
         a[0].view(2, 4, 2), B[:, 0].view(2, 2), dims=(1,)
     ),
+    "det by name": lambda a: torch.det(input=a) + torch.linalg.det(A=a),
+    "slogdet by name": lambda a: torch.slogdet(input=a)[1] + torch.linalg.slogdet(A=a)[1],
+    "solve by name": lambda a: torch.linalg.solve(B=B, A=a),
+    "cholesky_inverse by name": lambda a: torch.cholesky_inverse(input=a.tril()),
     "cholesky_inverse": lambda a: torch.cholesky_inverse(a.tril()),
     "cholesky_inverse of an upper factor": lambda a: a.triu().cholesky_inverse(upper=True),
 }
@@ -71,9 +79,30 @@ def test_signs_and_the_logarithm_of_a_negative_determinant() -> None:
     assert torch.equal(logarithm.isnan(), found.sign < 0)
 
 
-def test_a_singular_system_is_refused() -> None:
-    with RightSecondDerivatives(), pytest.raises(RuntimeError, match="zero"):
-        torch.linalg.solve(torch.zeros(2, 2), torch.ones(2))
+REFUSED: dict[str, Callable[[], Any]] = {
+    "singular system": lambda: torch.linalg.solve(torch.zeros(2, 2), torch.ones(2)),
+    "shapes of a system": lambda: torch.linalg.solve(A, torch.ones(5, 2)),
+    "determinant of a rectangle": lambda: torch.det(A[0, :2]),
+    "logdet of a rectangle": lambda: torch.linalg.slogdet(A[0, :3]),
+    "inverse of a rectangle": lambda: torch.cholesky_inverse(A[0, :3]),
+    "unknown option": lambda: torch.linalg.det(A, upper=True),  # type: ignore[call-overload]
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_pytorchs(name: str) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as want:
+        REFUSED[name]()
+    with RightSecondDerivatives(), pytest.raises(want.type) as got:
+        REFUSED[name]()
+    assert got.type is want.type and str(got.value) == str(want.value)
+
+
+def test_out_is_written_to() -> None:
+    out = torch.empty(2, dtype=A.dtype)
+    with RightSecondDerivatives():
+        assert torch.linalg.det(A, out=out) is out
+    assert torch.equal(out, torch.linalg.det(A))
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -133,3 +133,20 @@ def test_linearize_of_a_product_says_what_to_do() -> None:
     x = torch.randn(3)
     with pytest.raises(NotImplementedError, match="mode='reverse-over-reverse'"):
         torch.func.linearize(lambda x: hvp(lambda x: x.pow(4).sum(), (x,), x, argnums=0), x)
+
+
+def test_norms_take_what_pytorchs_take() -> None:
+    x = torch.randn(2, 4, 3)
+    calls = (
+        lambda: torch.layer_norm(x, (4, 3), None, None, 1e-3, False),
+        lambda: torch.layer_norm(x, normalized_shape=(3,), cudnn_enable=False),
+        lambda: F.layer_norm(x, (2, 4, 3)),
+        lambda: F.group_norm(x[:0], 2),
+    )
+    for call in calls:
+        with WrittenOut(norms=True):
+            found = call()
+        torch.testing.assert_close(found, call())
+    for shape in [(4,), (2, 3), (1, 2, 4, 3)]:
+        with WrittenOut(norms=True), pytest.raises(RuntimeError, match="normalized_shape"):
+            F.layer_norm(x, shape)

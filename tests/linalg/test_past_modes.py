@@ -40,7 +40,7 @@ def test_only_the_product_and_the_preconditioner_are_seen() -> None:
 
 def test_modes_that_are_off_stay_off() -> None:
     with Noting() as mode, torch._C.DisableTorchFunction():
-        with past_modes() as under_modes, under_modes():
+        with past_modes([b]) as under_modes, under_modes():
             b.sum()
         sees_no_modes(b.sum)()
     assert mode.seen == []
@@ -56,3 +56,22 @@ def test_an_error_turns_modes_on_again() -> None:
         except RuntimeError:
             b.sum()
     assert mode.seen[-1] == "sum"
+
+
+class Marked(Tensor):
+    pass
+
+
+def test_subclasses_stay_what_they_are() -> None:
+    kinds = set()
+
+    def matvec(v: Tensor) -> Tensor:
+        kinds.add(type(v))
+        return A @ v
+
+    result = cg(matvec, b.as_subclass(Marked))
+    assert kinds == {Marked} == {type(result.x)}
+    assert torch.equal(result.x.as_subclass(Tensor), cg(lambda v: A @ v, b).x)
+    with Noting() as mode:
+        cg(lambda v: A @ v, torch.nn.Parameter(b))
+    assert set(mode.seen) <= {"matmul", "__matmul__"}

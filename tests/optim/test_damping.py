@@ -52,6 +52,17 @@ def test_a_bad_step_raises_the_damping_from_zero_in_units_of_the_loss(scale: flo
     assert step.next_damping == pytest.approx(0.8 * scale, rel=1e-6, abs=0.0)
 
 
+@pytest.mark.parametrize("damping", [0.0, 1e-6])
+def test_a_loss_that_explodes_at_the_full_step_does_not_end_the_descent(damping: float) -> None:
+    """The full step is 100, where the loss is 10²⁰; the search comes back to 10, where the loss is below m.
+
+    λ = ‖g‖/10 bounds steps by 10, and λ takes a tenth.
+    """
+    step = first_step(lambda x: -x + 0.005 * x**2 - 0.002 * x**3 + (x / 10) ** 20, damping)
+    assert step.reduction_ratio < -1e17 and step.step_length == pytest.approx(0.1, rel=1e-3)
+    assert step.next_damping == pytest.approx(0.01, rel=1e-3)
+
+
 def test_rounding_does_not_keep_a_damping_at_zero_where_it_does_not_excuse_the_step() -> None:
     """The excess over m is just within rounding, but ρ, as it stands, is below a quarter."""
     step = first_step(lambda x: 1.0 + 1.5e-14 * (-x + x**2 / 2 + 0.4 * x**3), 0.0)
