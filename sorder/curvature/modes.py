@@ -13,7 +13,6 @@ from sorder.curvature.graph import python_nodes, watch_for_cuts
 from sorder.curvature.split import Position, SplitRecorder
 from sorder.curvature.substitution import dual_parameters, functional
 from sorder.func.gradient import grad_and_value
-from sorder.func.second_order import RightSecondDerivatives
 from sorder.func.wide_norms import ForwardMode
 from sorder.func.written_out import WrittenOut
 from sorder.linalg.past_modes import sees_no_modes
@@ -60,7 +59,7 @@ def hessian_by_substitution(
     substituted = functional(lambda: run().root, params, used)
 
     def root(*values: Tensor) -> tuple[Tensor, tuple[()]]:
-        with WrittenOut(norms=False), RightSecondDerivatives():
+        with WrittenOut(norms=False):
             return substituted(*values), ()
 
     gradient = grad_and_value(root, keep_graph=lambda _: False)
@@ -82,7 +81,7 @@ def hessian_by_dual_numbers(run: Callable[[], Evaluation], params: Vector, check
 
     def product(v: Vector) -> list[Tensor]:
         with dual_parameters(params, v):
-            with WrittenOut(norms=False), RightSecondDerivatives():
+            with WrittenOut(norms=False):
                 root = run().root
             found = torch.autograd.grad(root, params, allow_unused=True)
             duals = [None if g is None else forward_ad.unpack_dual(g) for g in found]

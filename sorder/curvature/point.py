@@ -276,7 +276,7 @@ class CurvaturePoint:
         """
         if not self._products:
             raise RuntimeError("product() after release()")
-        _check_vector(v, self.params)
+        check_vector(v, self.params)
         cast = [t.detach().to(p.dtype) for t, p in zip(v, self.params, strict=True)]
         sums: list[Tensor] | None = None
         with torch.enable_grad(), self.derivatives():
@@ -393,7 +393,7 @@ def _check(
 
 
 @sees_no_modes
-def _check_vector(v: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+def check_vector(v: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     if isinstance(v, Tensor) or not isinstance(v, Sized):
         raise TypeError(f"v must be a sequence with one tensor per parameter, got {type(v).__name__}")
     if len(v) != len(params):

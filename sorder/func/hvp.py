@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 from sorder.func._arguments import Argnums, Moving, check_scalar, moving, split_aux
 from sorder.func._fused_attention import explained
 from sorder.func.gradient import grad_and_value, is_differentiated, is_recorded
-from sorder.func.second_order import RightSecondDerivatives
 from sorder.func.written_out import WrittenOut
 
 Mode = Literal["forward-over-reverse", "reverse-over-reverse", "reverse-over-forward"]
@@ -91,7 +90,7 @@ def value_grad_hvp(
     norms = mode == "reverse-over-forward" or _is_mapped((m.primals, m.tangents))
 
     def with_aux(*values: Any) -> tuple[Any, Any]:
-        with WrittenOut(norms, dropout=True), RightSecondDerivatives():
+        with WrittenOut(norms, dropout=True):
             out = m.function(*values)
         value, aux = split_aux("f", out, has_aux)
         pair = not has_aux and isinstance(value, tuple) and len(value) == 2

@@ -14,29 +14,31 @@ The determinants' compositions have no derivatives at a singular matrix (NaN).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 
-class RightSecondDerivatives(TorchFunctionMode):
-    """Within this mode these operations are compositions; what they refuse, PyTorch refuses in its own words."""
+def _in_place_of(operation: Callable[..., Any], composition: Callable[..., Any]) -> Callable[..., Any]:
+    """``composition``, called as ``operation`` is; what it refuses, PyTorch refuses in its own words."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _COMPOSED or kwargs.get("out") is not None:  # ``out`` takes no derivatives
-            return func(*args, **kwargs)
+    @functools.wraps(composition)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None:  # which takes no derivatives
+            return operation(*args, **kwargs)
         options = {name: x for name, x in kwargs.items() if name not in ("input", "A", "out")}
         first = [kwargs[name] for name in ("input", "A") if name in kwargs]
         try:
-            return _COMPOSED[func](*first, *args, **options)
+            return composition(*first, *args, **options)
         except Exception:
-            func(*args, **kwargs)
+            operation(*args, **kwargs)
             raise
+
+    return call
 
 
 def _named(name: str, values: tuple[Tensor, Tensor]) -> Any:
@@ -106,9 +108,9 @@ def _cholesky_inverse(L: Tensor, upper: bool = False) -> Tensor:
     return torch.cholesky_solve(identity.expand_as(L), L, upper=upper)
 
 
-WRONG_IN_EVERY_MODE: dict[Any, Callable[..., Any]] = {torch._weight_norm: _weight_norm}
-_COMPOSED: dict[Any, Callable[..., Any]] = {
-    **WRONG_IN_EVERY_MODE,
+WRONG_IN_EVERY_MODE = (torch._weight_norm,)
+_COMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    torch._weight_norm: _weight_norm,
     **dict.fromkeys((torch.det, torch.linalg.det, Tensor.det), _det),
     **dict.fromkeys((torch.slogdet, torch.linalg.slogdet, Tensor.slogdet), _slogdet),
     **dict.fromkeys((torch.logdet, Tensor.logdet), _logdet),
@@ -117,3 +119,5 @@ _COMPOSED: dict[Any, Callable[..., Any]] = {
     torch.linalg.tensorsolve: _tensorsolve,
     **dict.fromkeys((torch.cholesky_inverse, Tensor.cholesky_inverse), _cholesky_inverse),
 }
+COMPOSED = {operation: _in_place_of(operation, composition) for operation, composition in _COMPOSITIONS.items()}
+"""What :class:`sorder.func.written_out.WrittenOut` calls in the place of each operation."""

@@ -10,6 +10,7 @@ Through torch 2.13:
 - ``silu``, ``mish``, ``hardsigmoid``, ``group_norm`` and ``soft_margin_loss`` raise there unless the backward pass is
   recorded, and ``glu`` in reverse over forward;
 - norms give 16-bit outputs a float32 tangent (:mod:`sorder.func.wide_norms`);
+- the second derivatives of some factorisations, and of ``weight_norm``, are wrong (:mod:`sorder.func.second_order`);
 - on CUDA, a softmax that widens its 16-bit input (as ``cross_entropy`` does under autocast) gives its 16-bit gradient a
   float32 tangent, over which the next matrix product raises;
 - on CUDA, the backward of dropout has no forward-mode rule (2.11);
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import _reduction as _Reduction
 
 from sorder.func.cross_entropy import cross_entropy, logsumexp, serves
+from sorder.func.second_order import COMPOSED
 from sorder.func.wide_norms import WIDE_NORMS, ForwardMode, batch_norm, instance_norm, wide
 
 # Logits from which on the memory that the closed forms save is worth the host's time for them, some milliseconds.
@@ -49,6 +51,7 @@ class WrittenOut(ForwardMode):
         super().__init__()
         self._replacements = (
             WIDE_NORMS
+            | COMPOSED
             | _LOSSES
             | _ACTIVATIONS
             | _SOFTMAXES

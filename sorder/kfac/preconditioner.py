@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sorder.curvature import CurvaturePoint
 from sorder.curvature.errors import warn_once
+from sorder.curvature.point import check_vector
 from sorder.kfac import kronecker
 from sorder.kfac.factors import APPROXIMATIONS
 from sorder.kfac.kronecker import INVERSES, Factors, Mean, Options
@@ -179,13 +180,7 @@ class KFACPreconditioner:
     def __call__(self, v: Vector) -> list[Tensor]:
         """(K + λ)⁻¹v, one tensor per parameter, of its shape and in the dtype of ``v``."""
         self._check_measured()
-        if len(v) != len(self.params):
-            raise ValueError(
-                f"v must have one tensor for each of {len(self.params)} parameters that require gradients, got {len(v)}"
-            )
-        for i, (t, p) in enumerate(zip(v, self.params, strict=True)):
-            if t.shape != p.shape:
-                raise ValueError(f"v[{i}] must have the parameter's shape {tuple(p.shape)}, got {tuple(t.shape)}")
+        check_vector(v, self.params)
         if None in self.factors.inverse and self.options.inverse != "ekfac":
             self.factors = kronecker.inverted(self.factors, self.options, self.damping)
         return kronecker.solve(self.factors, v, self.damping)

@@ -75,7 +75,6 @@ def dot(a: Leaves, b: Leaves) -> Tensor:
     return torch.stack(parts).to(scalar_dtype(device)).sum()
 
 
-@sees_no_modes
 def axpy_(y: Leaves, alpha: Tensor | float, x: Leaves) -> None:
     """y ← y + alpha·x in place, in the dtype of each leaf of ``y``; a tensor ``alpha`` stays on its device."""
     for target, leaf in zip(y, x, strict=True):
@@ -85,7 +84,6 @@ def axpy_(y: Leaves, alpha: Tensor | float, x: Leaves) -> None:
             target.add_(leaf, alpha=alpha)
 
 
-@sees_no_modes
 def axpby_(y: Leaves, alpha: float, x: Leaves, beta: float) -> None:
     """y ← alpha·x + beta·y in place; 16-bit leaves are rounded once, after the sum."""
     for target, leaf in zip(y, x, strict=True):
@@ -96,7 +94,6 @@ def axpby_(y: Leaves, alpha: float, x: Leaves, beta: float) -> None:
             target.copy_(target.to(wide).mul_(beta).add_(leaf, alpha=alpha))
 
 
-@sees_no_modes
 def ldexp_(y: Leaves, exponent: int) -> None:
     """y ← 2^exponent·y in place, in two factors where one would leave float32's range."""
     parts = (exponent,) if abs(exponent) < 120 else (exponent // 2, exponent - exponent // 2)
@@ -121,7 +118,6 @@ def norm(v: Leaves, dot: Callable[[Leaves, Leaves], Tensor]) -> tuple[float, int
     return m, e - shift
 
 
-@sees_no_modes
 def largest(v: Leaves) -> list[Tensor]:
     """max |vᵢ| of each leaf, 0-dimensional tensors on the device of the first; NaN stays."""
     device, dtype = v[0].device, scalar_dtype(v[0].device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from sorder.optim.line_search import LineSearchResult
+
 
 def reduction_ratio(change: float, predicted: float, noise: float) -> float:
     """ρ = actual change of the loss / change predicted by the undamped quadratic; 1 where both are rounding.
@@ -26,6 +28,16 @@ def matching_damping(change: float, predicted: float, step_norm2: float, noise: 
         return math.inf
     excess = change - predicted - noise
     return 2.0 * excess / step_norm2 if step_norm2 > 0.0 and excess > 0.0 else 0.0
+
+
+def matching_where_it_ended(
+    search: LineSearchResult, loss: float, slope: float, quadratic: float, step_norm: float, noise: float
+) -> float:
+    """:func:`matching_damping` at the length that a search came back to: at shorter steps the model errs less."""
+    length = search.length or 1.0
+    change = (search.loss if search.length else search.first) - loss
+    predicted = length * slope + 0.5 * length**2 * quadratic
+    return matching_damping(change, predicted, (length * step_norm) ** 2, noise)
 
 
 def levenberg_marquardt(damping: float, ratio: float, decrease: float, increase: float) -> float:

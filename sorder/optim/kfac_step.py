@@ -144,10 +144,7 @@ class StepInProgress:
             self.damping, ratio, options["damping_decrease"], options["damping_increase"]
         )
         if ratio < 0.25:
-            length = search.length or 1.0
-            change = (search.loss if search.length else search.first) - self.loss
-            predicted = length * slope + 0.5 * length**2 * quadratic
-            matching = rules.matching_damping(change, predicted, (length * norm) ** 2, noise)
+            matching = rules.matching_where_it_ended(search, self.loss, slope, quadratic, norm, noise)
             raised = rules.raised_damping(self.damping, matching, search.length, self.gradient_norm, norm)
             damping = max(damping, raised)
         return Trial(search.length, search.loss, ratio, max(self.least, min(damping, largest_factor(self.params))))

@@ -345,13 +345,11 @@ def _raised(
     not allowed for then, since ρ does not either; and ‖g‖/α‖s‖, with which no step is longer than that shorter one, is
     enough however large the loss was.
     """
-    length = found.length or 1.0
-    change = (found.loss if found.length else found.first) - loss
-    predicted = length * slope + 0.5 * length**2 * quadratic
-    matching, shortened = rules.matching_damping(change, predicted, (length * norm) ** 2, noise), found.length
+    matching = rules.matching_where_it_ended(found, loss, slope, quadratic, norm, noise)
+    shortened = found.length
     if matching == 0.0 and norm > 0.0:
         matching = rules.matching_damping(found.first - loss, slope + 0.5 * quadratic, norm**2, noise=0.0)
-        matching, shortened = min(matching, gradient_norm / (length * norm)), 1.0
+        matching, shortened = min(matching, gradient_norm / ((found.length or 1.0) * norm)), 1.0
     return rules.raised_damping(damping, matching, shortened, gradient_norm, norm)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sorder.func.second_order import RightSecondDerivatives
+from sorder.func.written_out import WrittenOut
 from tests.cases import relative_error
 
 torch.manual_seed(0)
@@ -49,7 +49,7 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
 
 def composed(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def function(a: Tensor) -> Tensor:
-        with RightSecondDerivatives():
+        with WrittenOut(norms=False):
             return f(a)
 
     return function
@@ -73,7 +73,7 @@ def test_values_and_second_derivatives_of_compositions(name: str) -> None:
 
 def test_signs_and_the_logarithm_of_a_negative_determinant() -> None:
     a = torch.stack([A[0], A[0][[1, 0, 2, 3]]])
-    with RightSecondDerivatives():
+    with WrittenOut(norms=False):
         found, logarithm = torch.linalg.slogdet(a), torch.logdet(a)
     assert torch.equal(found.sign, torch.linalg.slogdet(a).sign) and set(found.sign.tolist()) == {1.0, -1.0}
     assert torch.equal(logarithm.isnan(), found.sign < 0)
@@ -93,14 +93,14 @@ REFUSED: dict[str, Callable[[], Any]] = {
 def test_errors_are_pytorchs(name: str) -> None:
     with pytest.raises((RuntimeError, TypeError)) as want:
         REFUSED[name]()
-    with RightSecondDerivatives(), pytest.raises(want.type) as got:
+    with WrittenOut(norms=False), pytest.raises(want.type) as got:
         REFUSED[name]()
     assert got.type is want.type and str(got.value) == str(want.value)
 
 
 def test_out_is_written_to() -> None:
     out = torch.empty(2, dtype=A.dtype)
-    with RightSecondDerivatives():
+    with WrittenOut(norms=False):
         assert torch.linalg.det(A, out=out) is out
     assert torch.equal(out, torch.linalg.det(A))
 
