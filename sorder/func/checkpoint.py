@@ -50,8 +50,10 @@ def checkpoint(function: _F, *, preserve_rng_state: bool = True) -> _F:
     a gradient from each call, zero or not.
 
     Under ``jvp(grad(...))`` a block is evaluated forward once plainly and once with tangents, and again, with its
-    pullback, once plainly and once with tangents: about twice the products without checkpoint. Of large
-    :func:`sorder.attention` the graph keeps the output then, so that its value and its pullback are computed once.
+    pullback, once plainly and once with tangents: about twice the products without checkpoint. Where the gradient's
+    graph is not recorded, as in :func:`sorder.func.hvp`, the pullback's evaluation with tangents does by itself. Of
+    large :func:`sorder.attention` the graph keeps the output then, so that its value and, rounding permitting, its
+    pullback are computed once.
 
     Args:
         function: module or callable; pytrees in and out, other arguments pass through. Its result may not depend

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch import eager_transforms
+from torch._functorch.utils import unwrap_dead_wrappers
 
+from sorder.func.gradient import is_recorded
 from sorder.ops.memo import Memo, remembering
 
 Map = Callable[..., tuple[Tensor, ...]]
@@ -41,7 +44,8 @@ class _Vjp:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         cotangents, inputs = tensors[: len(self.outputs)], tensors[len(self.outputs) :]
         restricted = _restrict(self.function, inputs, self.needed, self.outputs)
-        return torch.func.vjp(restricted, *(inputs[i] for i in self.needed))[1](tuple(cotangents))
+        pull: Any = torch.func.vjp(restricted, *(inputs[i] for i in self.needed))[1]
+        return pull(tuple(cotangents), retain_graph=False)
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,16 @@ class _Recompute(torch.autograd.Function):
         outputs = tuple(i for i in ctx.differentiable if cotangents[i] is not None)
         needed = tuple(i for i, x in enumerate(inputs) if ctx.needs_input_grad[i + 1] and _is_differentiable(x))
         if outputs and needed:
-            pulled = _Recompute.apply(_Vjp(ctx.function, needed, outputs), *(cotangents[i] for i in outputs), *inputs)
+            pullback = _Vjp(ctx.function, needed, outputs)
+            arguments = unwrap_dead_wrappers((*(cotangents[i] for i in outputs), *inputs))
+            memo = _memo(ctx.function)
+            if memo is None or _may_be_recorded(arguments):
+                pulled = _Recompute.apply(pullback, *arguments)
+            else:  # values and tangents from one evaluation
+                with remembering(memo, last=True):
+                    pulled = pullback(*arguments)
+            if memo is not None:
+                memo.clear()
             for i, gradient in zip(needed, pulled, strict=True):
                 gradients[i + 1] = gradient
         return tuple(gradients)
@@ -155,6 +168,15 @@ class _Recompute(torch.autograd.Function):
         mapped = _Vmap(function, tuple(in_dims[1:]), info.batch_size, info.randomness)
         outputs = _Recompute.apply(mapped, *inputs)
         return outputs, (0,) * len(outputs)
+
+
+def _may_be_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Whether a graph of the running backward pass may be wanted, or ``vmap`` maps it."""
+    kinds = [transform.key() for transform in get_interpreter_stack() or ()]
+    levels = kinds.count(TransformType.Grad)
+    if torch.is_grad_enabled() or levels > 1 or TransformType.Vmap in kinds:
+        return True
+    return levels == 1 and any(map(is_recorded, tensors))  # that no graph is wanted was said of the upper level only
 
 
 def _memo(function: Any) -> Memo | None:

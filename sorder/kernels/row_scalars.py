@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sorder.kernels import launch
-from sorder.kernels.tiles import SIZES, head_pointer, load_row_vector, load_tile, program_head_and_tile
+from sorder.kernels.tiles import LOG2E, SIZES, head_pointer, load_row_vector, load_tile, program_head_and_tile
 
 _ROWS = 64
 
@@ -25,8 +25,9 @@ def _row_dot(a, b):
 
 @triton.jit(do_not_specialize=SIZES)
 def row_scalars_kernel(
-    O, DO, TO, LOW, TDO, DL, TDL, DELTA, TDELTA, o_strides, do_strides, to_strides, low_strides, tdo_strides,
-    lead1, lead2, tiles, heads, n_q, DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+    O, DO, TO, LOW, TDO, DL, TDL, L, TL, DELTA, TDELTA, PACKED, o_strides, do_strides, to_strides, low_strides,
+    tdo_strides, lead1, lead2, tiles, heads, n_q,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     z, tile = program_head_and_tile(heads)
     if tile >= tiles:
@@ -45,8 +46,9 @@ def row_scalars_kernel(
         delta += _row_dot(do, o)
     if DL is not None:
         delta -= load_row_vector(DL + z * n_q, row0, n_q, ROWS, True)
-    tl.store(DELTA + z * n_q + rows, delta, mask=rows < n_q)
-    if TDELTA is not None:
+    if DELTA is not None:
+        tl.store(DELTA + z * n_q + rows, delta, mask=rows < n_q)
+    if TDELTA is not None or PACKED is not None:
         tdelta = tl.zeros([ROWS], tl.float32)
         if TDO is not None:
             tdelta += _row_dot(load_tile(TDO, row0, tdo_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"), o)
@@ -56,7 +58,19 @@ def row_scalars_kernel(
             tdelta += _row_dot(do, load_tile(LOW, row0, low_strides[3], n_q, DV, ROWS, BLOCK_DV, True, "ieee"))
         if TDL is not None:
             tdelta -= load_row_vector(TDL + z * n_q, row0, n_q, ROWS, True)
-        tl.store(TDELTA + z * n_q + rows, tdelta, mask=rows < n_q)
+        if TDELTA is not None:
+            tl.store(TDELTA + z * n_q + rows, tdelta, mask=rows < n_q)
+        if PACKED is not None:
+            lse = load_row_vector(L + z * n_q, row0, n_q, ROWS, True)
+            mu = load_row_vector(TL + z * n_q, row0, n_q, ROWS, True)
+            piece = rows // PIECE
+            pieces = (n_q + PIECE - 1) // PIECE
+            PACKED += z.to(tl.int64) * pieces * (4 * PIECE) + piece * (3 * PIECE) + rows
+            inside = piece < pieces
+            tl.store(PACKED, lse * LOG2E, mask=inside)
+            tl.store(PACKED + PIECE, mu, mask=inside)
+            tl.store(PACKED + 2 * PIECE, delta, mask=inside)
+            tl.store(PACKED + 3 * PIECE, tdelta, mask=inside)
 
 
 def row_scalars(
@@ -71,7 +85,28 @@ def row_scalars(
     tiles = triton.cdiv(n_q, _ROWS)
     with torch.cuda.device_of(o):
         row_scalars_kernel[heads.grid(tiles)](
-            o, do, to, to_low, tdo, dl, tdl, delta, tdelta, *heads.strides(o, do, to, to_low, tdo),
-            *heads.folded[1:], tiles, heads.count, n_q, DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS,
+            o, do, to, to_low, tdo, dl, tdl, None, None, delta, tdelta, None, *heads.strides(o, do, to, to_low, tdo),
+            *heads.folded[1:], tiles, heads.count, n_q, DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS, PIECE=1,
         )  # fmt: skip
     return delta, tdelta
+
+
+def packed_row_scalars(
+    heads: launch.Heads, o: torch.Tensor, do: torch.Tensor, dl: torch.Tensor | None, lse: torch.Tensor,
+    tl_: torch.Tensor, to: torch.Tensor, to_low: torch.Tensor | None, tdo: torch.Tensor | None,
+    tdl: torch.Tensor | None, rows: int,
+) -> torch.Tensor:  # fmt: skip
+    """(log-sum-exp in base 2, L̇, D, Ḋ) of every tile of ``rows`` rows (32 or 64) of every head, float32 (·, 4·rows).
+
+    Zeros stand for the rows beyond the end.
+    """
+    n_q, dv = o.shape[-2:]
+    packed = o.new_empty((heads.count * triton.cdiv(n_q, rows), 4 * rows), dtype=torch.float32)
+    tiles = triton.cdiv(n_q, _ROWS)
+    with torch.cuda.device_of(o):
+        row_scalars_kernel[heads.grid(tiles)](
+            o, do, to, to_low, tdo, dl, tdl, lse, tl_, None, None, packed, *heads.strides(o, do, to, to_low, tdo),
+            *heads.folded[1:], tiles, heads.count, n_q,
+            DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS, PIECE=rows,
+        )  # fmt: skip
+    return packed

@@ -68,7 +68,8 @@ class KFACPreconditioner:
             curvature, which differ from batch to batch, but behind (K + λ)⁻¹ they would begin there. 0 is for systems
             that are to be solved accurately.
         factor_dtype, inverse_dtype: in which factors are summed, and factorised. Default: the parameters', float32 at
-            least; what a layer saw in 16 bits on a GPU is multiplied in 16 bits, and summed in float32.
+            least; what a layer saw in 16 bits on a GPU is multiplied in 16 bits, and summed in the float32 of its
+            matrix units (to a few 1e-5).
         seed: of labels and signs, which are functions of it and of the number of the update. Default 0.
 
     Raises:

@@ -102,7 +102,7 @@ def _backward_tangent_op(*args: Any) -> list[torch.Tensor]:
 
 
 # Library operators, so that graph tracers (torch.func.linearize, make_fx) see one opaque call and not what a kernel
-# launch leaves out. They return only the outputs that exist.
+# launch leaves out. They return only the outputs that exist: ``wanted`` must name no others.
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, "
     "Tensor? start, Tensor? stop, Tensor? shown, Tensor? slopes, Tensor? seed"
@@ -145,10 +145,15 @@ def _call(operator: Callable[..., Any], *args: Any) -> Any:
         return operator(*flat(*args))
 
 
+def _existing(wanted: str, bias: Optional, v_moves: bool) -> str:
+    """The letters of ``wanted`` whose output exists: that of an absent bias does not, nor a zero one of v."""
+    return "".join(c for c in wanted if (c != "b" or bias is not None) and (c != "v" or v_moves))
+
+
 def _spread(outputs: list[torch.Tensor], present: str) -> Quadruple:
     """(q, k, v, bias) with ``None`` for the letters that are not present."""
-    remaining = iter(outputs)
-    return tuple(next(remaining) if name in present else None for name in "qkvb")  # type: ignore[return-value]
+    found = dict(zip((c for c in "qkvb" if c in present), outputs, strict=True))
+    return found.get("q"), found.get("k"), found.get("v"), found.get("b")
 
 
 def forward(
@@ -174,8 +179,7 @@ def backward(
     o: torch.Tensor, lse: torch.Tensor, do: Optional, dl: Optional, wanted: str, spec: AttentionSpec,
 ) -> Quadruple:  # fmt: skip
     """B: cotangents of F's inputs named in ``wanted``; ``None`` for the others and for those that are zero."""
-    if do is None:
-        wanted = wanted.replace("v", "")
+    wanted = _existing(wanted, bias, do is not None)
     if not wanted or (do is None and dl is None):
         return None, None, None, None
     outputs = _call(torch.ops.sorder.attention_backward, (q, k, v, bias), vis, o, lse, do, dl, wanted, spec)
@@ -190,8 +194,7 @@ def backward_tangent(
 ) -> Quadruple:  # fmt: skip
     """T: tangents of B's outputs named in ``wanted``; ``None`` for the others and for those that are zero."""
     moves_p = tq is not None or tk is not None or tbias is not None
-    if tdo is None and (not moves_p or do is None):
-        wanted = wanted.replace("v", "")
+    wanted = _existing(wanted, bias, tdo is not None or (moves_p and do is not None))
     moves = moves_p or tdo is not None or tdl is not None or (tv is not None and do is not None)
     if not wanted or not moves:
         return None, None, None, None

@@ -1,7 +1,7 @@
 """Results of F and B that a recomputation asks for again, found by the bits of what went in.
 
-Under ``jvp(grad(...))`` a checkpointed block is evaluated four times, twice of them with its pullback. The values of
-attention are the same each time; a :class:`Memo` hands over what the first time found.
+Under ``jvp(grad(...))`` a checkpointed block is evaluated three or four times, and once or twice with its pullback. The
+values of attention are the same each time; a :class:`Memo` hands over what the first time found.
 """
 
 from __future__ import annotations
@@ -23,41 +23,44 @@ Key = tuple[Any, ...]
 
 
 class Memo:
-    """Results of one checkpointed call, kept as long as it lives."""
+    """Results of one checkpointed call. They are its own: who asks gets a copy, or at last the tensors themselves."""
 
     def __init__(self) -> None:
-        self._kept: dict[Key, tuple[tuple[Tensor, int], ...]] = {}
+        self._kept: dict[Key, tuple[Tensor, ...]] = {}
 
     def find(self, key: Key, last: bool) -> tuple[Tensor, ...] | None:
-        """A copy of what was kept, unless something has been written to that; forgotten if this is the ``last`` time.
-
-        A copy, since whoever asked first may still hold the original, and either may write to his.
-        """
-        entry = self._kept.pop(key, None)
-        if entry is None or any(x._version != version for x, version in entry):
-            return None
-        if not last:
-            self._kept[key] = entry
-        return tuple(x.clone() for x, _ in entry)
+        """What was kept; forgotten if this is the ``last`` time."""
+        if last:
+            return self._kept.pop(key, None)
+        entry = self._kept.get(key)
+        return None if entry is None else tuple(x.clone() for x in entry)
 
     def keep(self, key: Key, results: tuple[Tensor, ...]) -> None:
-        self._kept[key] = tuple((x.detach(), x._version) for x in results)
+        self._kept[key] = tuple(x.detach().clone() for x in results)
+
+    def holds(self, name: str) -> bool:
+        return any(key[0] == name for key in self._kept)
+
+    def clear(self) -> None:
+        """Forgets all, as the call's backward pass does at its end."""
+        self._kept.clear()
 
 
-_open: list[Memo] = []  # not by thread: autograd calls from threads of its own, and what went in decides anyway
+_open: list[tuple[Memo, bool]] = []  # not by thread: autograd calls from its own, and what went in decides anyway
 
 
 @contextmanager
-def remembering(memo: Memo | None) -> Iterator[None]:
-    """Within, large attention is looked up in ``memo`` before it is computed."""
+def remembering(memo: Memo | None, last: bool = False) -> Iterator[None]:
+    """Within, large attention is looked up in ``memo`` before it is computed; if ``last``, nothing more is kept."""
     if memo is None:
         yield
         return
-    _open.append(memo)
+    entry = (memo, last)
+    _open.append(entry)
     try:
         yield
     finally:
-        _open.remove(memo)
+        _open.remove(entry)
 
 
 def remembered(name: str, last: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -68,11 +71,15 @@ def remembered(name: str, last: bool) -> Callable[[Callable[..., Any]], Callable
         def served(*args: Any) -> Any:
             if not _open or not _worthwhile(args[0], args[1]):
                 return operator(*args)
-            memo, key = _open[-1], (name, *_key(args))
-            found = memo.find(key, last)
+            memo, ends = _open[-1]
+            if ends and not memo.holds(name):  # hashes would be for nothing
+                return operator(*args)
+            key = (name, *_key(args))
+            found = memo.find(key, last or ends)
             if found is None:
                 found = tuple(operator(*args))
-                memo.keep(key, found)
+                if not ends:
+                    memo.keep(key, found)
             return list(found) if last else found
 
         return served

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from sorder.kernels import twin
+from sorder.kernels.mask import Visibility
 from sorder.kernels.spec import AttentionSpec, lse_dtype
-from sorder.ops import maps
+from sorder.ops import fused, maps
 
 from . import oracle
 from .cases import BOUNDS, FEATURES, LARGE, LARGE_FEATURES, SMALL, TF32_BOUND, Case, make, parametrize
@@ -70,6 +71,53 @@ def test_twin_rounds_only_its_outputs(case: Case, dtype: torch.dtype) -> None:
     check(outputs(twin, case, dtype, "cpu"), BOUNDS[dtype])
 
 
+@parametrize(SMALL + FEATURES)
+def test_routes(case: Case) -> None:
+    """Through the operators every map gives, and leaves out, what its implementation does."""
+    check(outputs(maps, case, torch.float64, "cpu"), BOUNDS[torch.float64])
+
+
+def _stand_in_forward(*args: Any) -> Any:
+    q, k, v, spec, _ = args
+    return twin.forward(q, k, v, None, None, spec)
+
+
+def _stand_in_backward(*args: Any) -> Any:
+    q, k, v, o, lse, do, spec, _ = args
+    return twin.backward(q, k, v, None, None, o, lse, do, None, "qkv", spec)[:3]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """PyTorch's fused kernels replaced, so that what is around them runs on the CPU; the calls so far."""
+    calls: list[str] = []
+
+    def backend(q: Any, k: Any, v: Any, bias: Any, vis: Visibility, spec: AttentionSpec) -> str | None:
+        plain = bias is None and spec.softcap is None and not spec.dropout and all(x is None for x in vis)
+        return "stand-in" if plain else None
+
+    def recorded(function: Any) -> Any:
+        return lambda *args: (calls.append(function.__name__), function(*args))[1]
+
+    monkeypatch.setattr(fused, "backend", backend)
+    monkeypatch.setattr(fused, "forward", recorded(_stand_in_forward))
+    monkeypatch.setattr(fused, "backward", recorded(_stand_in_backward))
+    return calls
+
+
+@parametrize(SMALL + FEATURES)
+def test_routes_on_fused_kernels(case: Case, stand_ins: list[str]) -> None:
+    check(outputs(maps, case, torch.float64, "cpu"), BOUNDS[torch.float64])
+    plain = not (case.bias or case.softcap or case.visible or case.alibi or case.dropout)
+    expected = ["_stand_in_forward"] + ["_stand_in_backward"] * (case.cotangents == "o")
+    assert stand_ins == (expected if plain else [])
+
+
+def test_fused_kernels_give_only_what_is_wanted(stand_ins: list[str]) -> None:
+    _wanted_subsets(maps, torch.float64, "cpu")
+    assert stand_ins.count("_stand_in_backward") == 5
+
+
 # In the interpreter features take a second or two each: every one in float32 or float16, in turn.
 INTERPRETED = [(case, dtype) for case in SMALL for dtype in (torch.float32, torch.float16)] + [
     (case, (torch.float32, torch.float32, torch.float16)[i % 3]) for i, case in enumerate(FEATURES)
@@ -104,8 +152,9 @@ def _wanted_subsets(implementation: Any, dtype: torch.dtype, device: str) -> Non
                 assert got is None
 
 
-def test_twin_computes_only_what_is_wanted() -> None:
-    _wanted_subsets(twin, torch.float64, "cpu")
+@pytest.mark.parametrize("implementation", [twin, maps], ids=["twin", "routes"])
+def test_only_what_is_wanted_is_computed(implementation: Any) -> None:
+    _wanted_subsets(implementation, torch.float64, "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled, not interpreted")

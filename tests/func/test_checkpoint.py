@@ -391,6 +391,49 @@ def test_activations_of_a_block_die_with_the_call(product: Callable[..., Tensor]
     assert run(checkpoint) <= 5
 
 
+def test_a_pullback_frees_what_its_evaluation_saved() -> None:
+    saved: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    class Stage(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            out = x.exp()
+            saved.append(weakref.ref(out.untyped_storage()))
+            return out
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+            ctx.save_for_backward(output)
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            alive.append(sum(ref() is not None for ref in saved))
+            return cotangent * ctx.saved_tensors[0]
+
+    def block(h: Tensor) -> Tensor:
+        for _ in range(6):
+            h = Stage.apply(-h)
+        return h
+
+    checkpoint(block)(torch.ones(3, requires_grad=True)).sum().backward()
+    assert len(alive) == 6
+    assert alive[0] >= 6
+    assert alive[-1] <= 3  # with the block's result, and the one that is passed just now
+
+
+def test_dead_levels_under_forward_mode() -> None:
+    """A pullback that outlived ``vjp``, with tangents and without a graph."""
+    x, one = torch.ones(3, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+
+    def product(wrap: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        pull = torch.func.vjp(lambda h: wrap(torch.sin)(h).square().sum(), x)[1]
+        with torch.no_grad():
+            return torch.func.jvp(lambda c: pull(c)[0], (one,), (2 * one,))
+
+    assert relative_error(product(checkpoint), product(lambda f: f)) < 1e-14
+
+
 def test_ggnvp_of_a_checkpointed_model() -> None:
     problem = make_problem("transformer")
     wrapped, _, _ = pair(WRAPS["module"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vjp
 
 import sorder
-from sorder.func import checkpoint
+from sorder.func import checkpoint, hvp
 from sorder.kernels import twin
 from sorder.ops import memo
 
@@ -79,14 +79,69 @@ def test_nothing_is_kept_without_forward_mode(calls: Counter[str], monkeypatch: 
     assert calls["forward"] > 2 * BLOCKS
 
 
-def test_what_was_written_to_is_forgotten() -> None:
+def normed_block(W: Tensor, h: Tensor) -> Tensor:
+    """The tangents' evaluation of a norm's pullback rounds otherwise than the plain one."""
+    return torch.nn.functional.layer_norm(block(W, h), h.shape[-1:])
+
+
+def by_transforms(f: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Tensor:
+    return jvp(grad(f), (x,), (t,))[1]
+
+
+def by_hvp(f: Callable[[Tensor], Tensor], x: Tensor, t: Tensor) -> Tensor:
+    return hvp(f, (x,), (t,))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_unrecorded_pullback_is_evaluated_once(calls: Counter[str], dtype: torch.dtype) -> None:
+    W, t, h = problem(dtype)
+
+    def counted(W: Tensor, h: Tensor) -> Tensor:
+        calls["block"] += 1
+        return normed_block(W, h)
+
+    result = by_hvp(loss(checkpoint(counted), h), W, t)
+    expected = {"block": 3, "forward": 1, "tangent": 2, "backward": 1, "backward_tangent": 1}
+    assert calls == {name: count * BLOCKS for name, count in expected.items()}
+    if dtype == torch.float64:
+        torch.testing.assert_close(result, by_transforms(loss(normed_block, h), W, t))
+
+
+@pytest.mark.parametrize(("product", "own"), [(by_hvp, 0), (by_transforms, 3)])
+def test_a_block_is_forgotten_with_its_pullback(
+    calls: Counter[str], monkeypatch: pytest.MonkeyPatch, product: Callable[..., Tensor], own: int
+) -> None:
+    """What is kept at each block's last product: one result of each block before it, and at most ``own`` of its own."""
+    memos: list[memo.Memo] = []
+    kept: list[int] = []
+    init, last = memo.Memo.__init__, twin.backward_tangent
+
+    def noted(self: memo.Memo) -> None:
+        memos.append(self)
+        init(self)
+
+    def backward_tangent(*args: Any) -> Any:
+        kept.append(sum(len(m._kept) for m in memos))
+        return last(*args)
+
+    monkeypatch.setattr(memo.Memo, "__init__", noted)
+    monkeypatch.setattr(twin, "backward_tangent", backward_tangent)
+    W, t, h = problem()
+    product(loss(checkpoint(normed_block), h), W.repeat(2, 1, 1), t.repeat(2, 1, 1))
+    assert len(memos) == len(kept) == 4
+    assert all(before <= n <= before + own for before, n in zip((3, 2, 1, 0), kept, strict=True))
+    assert not any(m._kept for m in memos)
+
+
+def test_what_is_kept_cannot_be_written_to() -> None:
     kept, result = memo.Memo(), torch.ones(3)
     kept.keep(("F",), (result,))
-    found = kept.find(("F",), False)
-    assert found is not None
-    assert torch.equal(found[0], torch.ones(3))
     result.mul_(2.0)  # as a hook may do with a gradient
-    assert kept.find(("F",), False) is None
+    for last in (False, True):
+        found = kept.find(("F",), last)
+        assert found is not None
+        assert torch.equal(found[0], torch.ones(3))
+        found[0].mul_(2.0)
     assert kept.find(("F",), False) is None
 
 

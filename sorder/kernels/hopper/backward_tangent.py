@@ -1,4 +1,5 @@
-"""T on Hopper: a sweep for dK̇ and dV̇, one for dQ̇; no atomics, so results are bitwise reproducible."""
+"""T on Hopper: in one sweep, which adds dQ̇ up in no determined order; under deterministic algorithms, or where only a
+part is wanted, in a sweep for dK̇ and dV̇ and one for dQ̇, whose results are bitwise reproducible."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ import torch
 from sorder.kernels import launch
 from sorder.kernels.hopper import host
 from sorder.kernels.hopper.backward_tangent_keys import key_gradients
+from sorder.kernels.hopper.backward_tangent_one_sweep import gradients
 from sorder.kernels.hopper.backward_tangent_queries import query_gradient
-from sorder.kernels.row_scalars import row_scalars
+from sorder.kernels.row_scalars import packed_row_scalars, row_scalars
 from sorder.kernels.spec import AttentionSpec
 
 
@@ -24,6 +26,11 @@ def backward_tangent(
     heads = launch.Heads(q, k)
     q, k, v, o, do, tq, tk, tv, to, to_low, tdo = heads.fold(q, k, v, o, do, tq, tk, tv, to, to_low, tdo)
     lse, dl, tl_, tdl = launch.row_vectors(lse, dl, tl_, tdl)
+    if "q" in wanted and ("k" in wanted or "v" in wanted) and not torch.are_deterministic_algorithms_enabled():
+        config = host.settings("backward_tangent" if tdo is None else "backward_tangent_dual", q, v)
+        vectors = packed_row_scalars(heads, o, do, dl, lse, tl_, to, to_low, tdo, tdl, config.rows)
+        dq, dk, dv = gradients(heads, q, k, v, do, tq, tk, tv, tdo, vectors, config, spec)
+        return heads.unfold(dq), dk if "k" in wanted else None, dv if "v" in wanted else None, None
     delta, tdelta = row_scalars(heads, o, do, dl, to=to, to_low=to_low, tdo=tdo, tdl=tdl, second_order=True)
     operands: tuple[Any, ...] = (
         heads,

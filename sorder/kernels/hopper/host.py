@@ -21,6 +21,10 @@ SIZES = (*tiles.SIZES, "row_tiles", "zero")
 _SETTINGS: dict[tuple[str, int], launch.Config] = {
     ("tangent", 64): launch.Config(64, 64, 4, 2),
     ("tangent", 128): launch.Config(128, 64, 8, 2),
+    ("backward_tangent", 64): launch.Config(64, 64, 4, 2),
+    ("backward_tangent", 128): launch.Config(32, 128, 8, 3),
+    ("backward_tangent_dual", 64): launch.Config(64, 64, 4, 2),
+    ("backward_tangent_dual", 128): launch.Config(32, 128, 8, 2),
     ("backward_tangent_keys", 64): launch.Config(64, 64, 4, 2),
     ("backward_tangent_keys", 128): launch.Config(32, 64, 4, 2),
     ("backward_tangent_dual_keys", 64): launch.Config(64, 64, 4, 2),
@@ -63,6 +67,11 @@ class Descriptors:
         Beyond the end they read 0: a row of zeros in Q, Q̇, dO and dȮ adds nothing whatever its L is.
         """
         return [self._once(self._vector, x, rows) for x in vectors]
+
+    def pieces(self, x: torch.Tensor) -> TensorDescriptor:
+        """Of the rows of a contiguous float32 matrix."""
+        rows, size = x.shape
+        return _filled(_vector_template(size), x, [rows, size], [size, 1], x)
 
     def _once(
         self, make: Callable[[torch.Tensor, int], TensorDescriptor], x: torch.Tensor, rows: int

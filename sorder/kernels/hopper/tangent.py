@@ -36,6 +36,12 @@ from sorder.kernels.spec import AttentionSpec
 
 
 @gluon.jit
+def _partial_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    """(ROWS, 8): sums over every eighth column, for which no thread needs another's elements."""
+    return gl.sum(gl.reshape(x, [ROWS, COLS // 8, 8]), 1)
+
+
+@gluon.jit
 def _sweep(
     resident, ones, zero, descs, buffers, bars, key_head, lse, row0, start, stop, count, n_k, scale, acc, sums,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
@@ -71,7 +77,7 @@ def _sweep(
         rounded = pts.to(dtype)
         acc = add_product(gl.convert_layout(rounded, operand), v, acc)
         drift = add_product(gl.convert_layout(rounded, summand), ones.permute((1, 0)), drift)
-        mu += gl.sum(pts, 1)
+        mu += _partial_sums(pts, ROWS, COLS)
     return acc, (mu, weight, drift)
 
 
@@ -121,7 +127,7 @@ def hopper_tangent_kernel(
     lse = load_lse(L, rows, n_q)
     acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, output))
     nothing = warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, sums_layout))
-    sums = (gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores)), nothing, nothing)
+    sums = (_partial_sums(gl.zeros([ROWS, COLS], gl.float32, scores), ROWS, COLS), nothing, nothing)
     mbarrier.wait(resident_bar.index(0), 0)
     acc, sums = _sweep(
         (q, tq), ones, zero, descs, buffers, bars, key_head, lse, row0, 0, full, count, n_k, scale, acc, sums,
@@ -135,6 +141,7 @@ def hopper_tangent_kernel(
     acc, weight, drift = warpgroup_mma_wait(0, deps=(acc, weight, drift))
     weight = gl.sum(weight, 1) * (1 / 8)  # every column has the sum
     drift = gl.sum(drift, 1) * (1 / 8)
+    mu = gl.convert_layout(gl.sum(mu, 1), gl.SliceLayout(1, scores))
     gl.store(TL + rows, mu, mask=rows < n_q)
     inside = matrix_mask(row0, n_q, WIDTH, ROWS, D, output)
     o = gl.load(matrix_pointers(O, head, o_strides, row0, ROWS, D, output), mask=inside, other=0.0)
