@@ -10,7 +10,7 @@ Per tile, in order of issue (one barrier of all threads at each bar):
 
 At width 64 a program is one warpgroup with 64 keys, and two of them share a multiprocessor; at 128 it is two with 64
 keys each, dQ̇ᵀ is what they accumulate (a product has at least 64 rows), and each has half of it. One loop masks every
-causal tile: a second loop without masks made the compiler spill.
+tile: a second loop without masks made the compiler spill.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _add_queries(
 @gluon.jit
 def _sweep(
     resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at, member,
-    col0, scale, dk, dv,
+    col0, n_k, scale, dk, dv,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
     sums: gl.constexpr, num_warps: gl.constexpr,
@@ -119,6 +119,9 @@ def _sweep(
     dtype: gl.constexpr = resident[0].dtype
     _, _, first, steps, _ = at
     empty = gl.zeros([COLS, ROWS], gl.float32, scores)
+    # The first row that sees a key; none sees one beyond the end, where weights of scores 0 may be infinite.
+    cols = col0 + gl.arange(0, COLS, layout=gl.SliceLayout(1, scores))
+    since = gl.where(cols < n_k, cols if CAUSAL else 0, 2147483647)
     for i in range(steps):
         step = member * steps + i
         stage = step % STAGES
@@ -148,10 +151,8 @@ def _sweep(
         s = warpgroup_mma_wait(3, deps=(s,))
         mbarrier.wait(vector_bar.index(stage), phase)
         p = gl.exp2(s * (scale * LOG2E) - _row_vector(vectors, stage, 0, ROWS, scores))
-        if CAUSAL:
-            rows = (first + i) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
-            cols = col0 + gl.arange(0, COLS, layout=gl.SliceLayout(1, scores))
-            p = gl.where(rows[None, :] >= cols[:, None], p, 0.0)
+        rows = (first + i) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
+        p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
         ts = warpgroup_mma_wait(1, deps=(ts,))
         tp = p * (ts * scale - _row_vector(vectors, stage, 1, ROWS, scores))
         dv = add_product(gl.convert_layout(tp.to(dtype), operand), do, dv)
@@ -245,7 +246,7 @@ def hopper_backward_tangent_kernel(
     for member in range(MEMBERS):
         dk, dv = _sweep(
             resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at,
-            member, col0, scale, dk, dv,
+            member, col0, n_k, scale, dk, dv,
             ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, scores, operand, sums, num_warps,
         )  # fmt: skip
     total = MEMBERS * steps
