@@ -193,8 +193,8 @@ def problems() -> list[tuple[int, int, int, bool, torch.dtype]]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Time against length, causal bfloat16: first backward of cuDNN, second backward of ours and of materialised
-    attention.
+    """Time against length, causal bfloat16: first backward of PyTorch's fused kernels, second backward of ours, of
+    FlashBoB's and of materialised attention.
     """
     import matplotlib
 
@@ -206,6 +206,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         "sorder.second_backward": "second backward, sorder",
         "cudnn.backward": "first backward, cuDNN",
         "flash.backward": "first backward, flash",
+        "flashbob.second_backward": "second backward, FlashBoB",
         "materialised.second_backward": "second backward, materialised",
     }
     for axis, d in zip(axes, (64, 128), strict=True):

@@ -12,7 +12,8 @@ and dṡ, summed where the bias broadcasts, for the bias.
 vector-Jacobian product of B for cotangents (Q̇, K̇, V̇, ḃ), since B is a gradient and its derivative symmetric.
 
 One sweep per key tile, with transposed score tiles, gives dK̇ and dV̇; one per query tile gives dQ̇. No atomics: results
-are bitwise reproducible. A sweep whose outputs nobody wants is not launched.
+are bitwise reproducible (on Hopper under deterministic algorithms: ``sorder.kernels.hopper.backward_tangent``). A sweep
+whose outputs nobody wants is not launched.
 """
 
 from __future__ import annotations

@@ -32,23 +32,8 @@ def backward_tangent(
         dq, dk, dv = gradients(heads, q, k, v, do, tq, tk, tv, tdo, vectors, config, spec)
         return heads.unfold(dq), dk if "k" in wanted else None, dv if "v" in wanted else None, None
     delta, tdelta = row_scalars(heads, o, do, dl, to=to, to_low=to_low, tdo=tdo, tdl=tdl, second_order=True)
-    operands: tuple[Any, ...] = (
-        heads,
-        host.Descriptors(heads, host.block(q, v)),
-        q,
-        k,
-        v,
-        lse,
-        do,
-        tq,
-        tk,
-        tv,
-        tl_,
-        tdo,
-        delta,
-        tdelta,
-        spec,
-    )
+    of = host.Descriptors(heads, host.block(q, v))
+    operands: tuple[Any, ...] = (heads, of, q, k, v, lse, do, tq, tk, tv, tl_, tdo, delta, tdelta, spec)
     dk, dv = key_gradients(*operands) if "k" in wanted or "v" in wanted else (None, None)
     dq = query_gradient(*operands) if "q" in wanted else None
     dq = None if dq is None else heads.unfold(dq)

@@ -27,11 +27,10 @@ from sorder.kernels.hopper.tiles import (
     copy_tiles,
     head_index,
     load_row_vector,
-    matrix_mask,
-    matrix_pointers,
     new_barriers,
     product,
     program_head_and_tile,
+    store_matrix,
     thread_barrier,
 )
 from sorder.kernels.spec import AttentionSpec
@@ -194,12 +193,8 @@ def hopper_backward_tangent_keys_kernel(
             ROWS, COLS, D, STAGES, MEMBERS, False, DUAL, scores, operand,
         )  # fmt: skip
     dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-    inside = matrix_mask(col0, n_k, WIDTH, COLS, D, output)
-    gl.store(
-        matrix_pointers(DK, head, dk_strides, col0, COLS, D, output), (dk * scale).to(DK.dtype.element_ty), mask=inside
-    )
-    inside = matrix_mask(col0, n_k, WIDTH_V, COLS, D, output)
-    gl.store(matrix_pointers(DV, head, dv_strides, col0, COLS, D, output), dv.to(DV.dtype.element_ty), mask=inside)
+    store_matrix(dk * scale, DK, head, dk_strides, col0, n_k, WIDTH, COLS, D, output)
+    store_matrix(dv, DV, head, dv_strides, col0, n_k, WIDTH_V, COLS, D, output)
 
 
 def key_gradients(

@@ -37,12 +37,11 @@ from sorder.kernels.hopper.tiles import (
     copy_resident,
     expect_tiles,
     head_index,
-    matrix_mask,
-    matrix_pointers,
     new_barriers,
     product,
     program_head_and_tile,
     start_copies,
+    store_matrix,
     thread_barrier,
 )
 from sorder.kernels.spec import AttentionSpec
@@ -258,12 +257,8 @@ def hopper_backward_tangent_kernel(
     dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
     if steps > 0:
         _add_queries(DQ, dq, total, at, ROWS, D, MEMBERS, num_warps)
-    inside = matrix_mask(col0, n_k, WIDTH, COLS, D, output)
-    gl.store(
-        matrix_pointers(DK, head, dk_strides, col0, COLS, D, output), (dk * scale).to(DK.dtype.element_ty), mask=inside
-    )
-    inside = matrix_mask(col0, n_k, WIDTH_V, COLS, D, output)
-    gl.store(matrix_pointers(DV, head, dv_strides, col0, COLS, D, output), dv.to(DV.dtype.element_ty), mask=inside)
+    store_matrix(dk * scale, DK, head, dk_strides, col0, n_k, WIDTH, COLS, D, output)
+    store_matrix(dv, DV, head, dv_strides, col0, n_k, WIDTH_V, COLS, D, output)
 
 
 def gradients(

@@ -25,11 +25,10 @@ from sorder.kernels.hopper.tiles import (
     head_index,
     load_lse,
     load_row_vector,
-    matrix_mask,
-    matrix_pointers,
     new_barriers,
     product,
     program_head_and_tile,
+    store_matrix,
     thread_barrier,
     visible,
 )
@@ -149,8 +148,7 @@ def hopper_backward_tangent_queries_kernel(
         ROWS, COLS, D, STAGES, CAUSAL, True, DUAL, scores, operand,
     )  # fmt: skip
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    inside = matrix_mask(row0, n_q, WIDTH, ROWS, D, output)
-    gl.store(matrix_pointers(DQ, head, dq_strides, row0, ROWS, D, output), (dq * scale).to(dtype), mask=inside)
+    store_matrix(dq * scale, DQ, head, dq_strides, row0, n_q, WIDTH, ROWS, D, output)
 
 
 def query_gradient(

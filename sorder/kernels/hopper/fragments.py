@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sorder.kernels import launch
-from sorder.kernels.hopper.tiles import head_index, matrix_mask, matrix_pointers
+from sorder.kernels.hopper.tiles import head_index, store_matrix
 
 
 @gluon.jit
@@ -45,10 +45,8 @@ def hopper_rows_of_fragments_kernel(
     if TRANSPOSED:
         x = gl.permute(x, [1, 0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
-    y = (gl.convert_layout(x, layout) * scale).to(Y.dtype.element_ty)
-    head = head_index(z, lead1, lead2)
-    inside = matrix_mask(tile * ROWS, n_q, WIDTH, ROWS, D, layout)
-    gl.store(matrix_pointers(Y, head, y_strides, tile * ROWS, ROWS, D, layout), y, mask=inside)
+    y = gl.convert_layout(x, layout) * scale
+    store_matrix(y, Y, head_index(z, lead1, lead2), y_strides, tile * ROWS, n_q, WIDTH, ROWS, D, layout)
 
 
 def new_sums(heads: launch.Heads, q: torch.Tensor, rows: int, width: int) -> torch.Tensor:

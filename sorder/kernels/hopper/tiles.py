@@ -123,6 +123,17 @@ def matrix_mask(first, limit, WIDTH: gl.constexpr, ROWS: gl.constexpr, COLS: gl.
 
 
 @gluon.jit
+def store_matrix(
+    x, base, head, strides, first, limit, WIDTH: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Stores a (ROWS, COLS) tile in global memory, but for rows from ``limit`` and columns from WIDTH on."""
+    inside = matrix_mask(first, limit, WIDTH, ROWS, COLS, layout)
+    pointers = matrix_pointers(base, head, strides, first, ROWS, COLS, layout)
+    gl.store(pointers, x.to(base.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
 def visible(row0, col0, n_k, ROWS: gl.constexpr, COLS: gl.constexpr, CAUSAL: gl.constexpr, layout: gl.constexpr):
     """Mask of the score tile at (row0, col0), rows along the first dimension."""
     cols = col0 + gl.arange(0, COLS, layout=gl.SliceLayout(0, layout))
