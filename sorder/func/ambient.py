@@ -40,6 +40,10 @@ class Ambient:
             mode for mode in _get_current_function_mode_stack() if not isinstance(mode, FirstCallMode)
         ]
 
+    def has_drawn(self) -> bool:
+        """Whether random numbers that :meth:`replay` would draw again have been drawn since."""
+        return self._random is not None and self._random.has_moved()
+
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """The recorded autocast settings without the cache of cast weights.

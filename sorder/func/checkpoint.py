@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -11,7 +11,9 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _is_torch_function_mode_enabled
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 from sorder.func.ambient import Ambient, FirstCallMode
@@ -61,7 +63,8 @@ def checkpoint(function: _F, *, preserve_rng_state: bool = True) -> _F:
         preserve_rng_state: replay the default generators of the CPU and of the tensors' devices. Default True.
 
     Raises:
-        RuntimeError: ``function`` uses a tensor that is differentiated but is not visible as above.
+        RuntimeError: ``function`` uses a tensor that is differentiated but is not visible as above, or writes to an
+            argument that is differentiated; or it draws random numbers under ``linearize``, whose graph cannot replay.
 
     Example:
         >>> W = torch.tensor([[1.0, 0.5], [0.0, 2.0]])
@@ -85,7 +88,9 @@ def checkpoint(function: _F, *, preserve_rng_state: bool = True) -> _F:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         call = _Call(function, leaves, spec, preserve_rng_state)
-        return call.rebuild(recompute(call, *call.tensors()))
+        result = call.rebuild(recompute(call, *call.tensors()))
+        call.refuse_written(leaves)
+        return result
 
     return checkpointed  # type: ignore[return-value]
 
@@ -107,6 +112,7 @@ class _Call:
         parameters.update({name: b for name, b in buffers.items() if _is_differentiated(b, -1, True)})
         self._constants = {name: b for name, b in buffers.items() if name not in parameters}
         self._moved: dict[str, Tensor] = {}
+        self._written: list[int] = []
         self._names = list(parameters)
         # A mode that replaces parameters sees tensor methods, but not the Function that they are about to enter.
         visible = _is_torch_function_mode_enabled()
@@ -128,15 +134,22 @@ class _Call:
         if self._first:
             self._first = False
             before = {name: b.clone() for name, b in self._constants.items()}
-            versions = {name: b._version for name, b in self._constants.items()}
+            versions = {name: _version(b) for name, b in self._constants.items()}
             # Detached, so that within the call whatever a derivative tracks came by another way.
             tensors = tuple(tensor.detach() for tensor in tensors)
+            arguments = tensors[len(self._names) :]
+            unwritten = [_version(x) for x in arguments]
             watch = _Watch(self._recorded)
             with self._ambient.autocast(), self._ambient.modes(), watch:
-                outputs = self._run(self._function, tensors, self._constants)
+                outputs = self._run(self._function, tensors, {})  # with the buffers themselves: they may be replaced
+            self._refuse_traced_draws()
+            present = dict(self._modules.named_buffers())
             for name, buffer in self._constants.items():
-                if buffer._version != versions[name] or id(buffer) in watch.statistics:
+                kept = present.get(name) is buffer and _version(buffer) == versions[name]
+                if not kept or id(buffer) in watch.statistics:
                     self._moved[name] = before[name]
+            same = [_version(x) == v for x, v in zip(arguments, unwritten, strict=True)]
+            self._written = [i for i, kept in zip(self._positions, same, strict=True) if not kept]
             # Later calls must not see a closure's variables rebound, as a loop over blocks rebinds its own.
             self._function = _freeze(self._function)
         else:
@@ -166,6 +179,25 @@ class _Call:
         for i, tensor in zip(self._out_positions, tensors, strict=True):
             leaves[i] = tensor
         return tree_unflatten(leaves, self._out_spec)
+
+    def _refuse_traced_draws(self) -> None:
+        if get_proxy_mode() is None:
+            return
+        with _disable_current_modes():
+            if self._ambient.has_drawn():
+                raise RuntimeError(
+                    "checkpoint: the function draws random numbers, which a graph that torch.func.linearize or make_fx "
+                    "traces cannot draw a second time. Trace it without checkpoint, or without dropout."
+                )
+
+    def refuse_written(self, leaves: Sequence[Any]) -> None:
+        """Raises if the call wrote to one of its arguments ``leaves`` of which a derivative is taken."""
+        for i in self._written:
+            if _is_differentiated(leaves[i], -1, self._recorded):
+                raise RuntimeError(
+                    f"checkpoint: the function writes to its argument of shape {tuple(leaves[i].shape)}, which is "
+                    "being differentiated; the derivative could not follow. Let it write to a clone."
+                )
 
 
 class _Holder(nn.Module):
@@ -219,8 +251,13 @@ def _is_differentiated(tensor: Tensor, level: int, recorded: bool) -> bool:
         return True
     if forward_ad._current_level < 0:
         return False
-    with forward_ad._set_fwd_grad_enabled(True):  # a Function's forward hides tangents
+    # A Function's forward hides tangents, and a tracer would dispatch the look as an operation.
+    with _disable_current_modes(), forward_ad._set_fwd_grad_enabled(True):
         return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:

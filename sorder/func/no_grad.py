@@ -66,7 +66,7 @@ class NoGradStopsTangents(TorchFunctionMode):
 
         The value alone does not tell: ``no_grad`` that is entered sets what ``enable_grad`` that is left sets.
         """
-        while frame is not None and frame.f_code.co_name in _BETWEEN:
+        while frame is not None and (frame.f_code.co_name in _BETWEEN or _is_a_modes_call(frame)):
             frame = frame.f_back
         place = "" if frame is None else frame.f_code.co_name
         if place == "__exit__" and self._outer:
@@ -79,3 +79,8 @@ class NoGradStopsTangents(TorchFunctionMode):
         else:
             self._before = self._stopped
         self._stopped = not enabled
+
+
+def _is_a_modes_call(frame: FrameType) -> bool:
+    """Whether ``frame`` is that of :meth:`NoGradStopsTangents.call` of a mode within this one."""
+    return frame.f_code.co_name == "call" and isinstance(frame.f_locals.get("self"), NoGradStopsTangents)

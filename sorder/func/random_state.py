@@ -58,6 +58,12 @@ class RandomState:
         for generator, state in self._generators.items():
             generator.set_state(state)
 
+    def has_moved(self) -> bool:
+        """Whether torch's default generators are no longer as they were when the snapshot was taken."""
+        present = RandomState(self._devices)
+        pairs = zip(self._restore, present._restore, strict=True)
+        return any(not torch.equal(a[0], b[0]) for (_, a), (_, b) in pairs if isinstance(a[0], Tensor))
+
     @contextmanager
     def replay(self) -> Iterator[None]:
         """Run from the recorded state; afterwards the generators are as they were on entry."""

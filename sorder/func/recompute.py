@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
 from torch._functorch import eager_transforms
 from torch._functorch.utils import unwrap_dead_wrappers
 
@@ -100,19 +100,21 @@ def _pushforward(function: Map, primals: Sequence[Tensor], tangents: Sequence[Te
 def _separate(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """``outputs`` with copies of those that share memory with an input or with each other.
 
-    autograd would ask for a tangent that is a view of the input's tangent, which a recomputation cannot give.
+    autograd would ask for a tangent that is a view of the input's tangent, which a recomputation cannot give. Tensors
+    of ``torch.autograd.grad(..., is_grads_batched=True)`` do not say what they share.
     """
     seen = {_address(tensor) for tensor in inputs} - {0}
     separate = []
     for output in outputs:
-        separate.append(output.clone() if _address(output) in seen else output)
+        shared = is_legacy_batchedtensor(output) or _address(output) in seen
+        separate.append(output.clone() if shared else output)
         seen |= {_address(separate[-1])} - {0}
     return tuple(separate)
 
 
 def _address(tensor: Tensor) -> int:
     # Forward AD's symbolic zeros have no storage to point at.
-    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+    return 0 if tensor._is_zerotensor() or is_legacy_batchedtensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
 class _Recompute(torch.autograd.Function):

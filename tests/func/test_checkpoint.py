@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+import sorder
 from sorder.func import checkpoint, ggnvp, hvp
 from tests.cases import Block, Transformer, flatten, make_problem, relative_error
 
@@ -71,6 +72,12 @@ def create_graph(f: Callable[..., Tensor], module: nn.Module, params: Any, v: An
     return torch.autograd.grad(gradient, leaves, list(v.values()))
 
 
+def batched(f: Callable[..., Tensor], module: nn.Module, params: Any, v: Any) -> Any:
+    leaves = list(module.parameters())
+    gradient = torch.autograd.grad(f(), leaves, create_graph=True)
+    return torch.autograd.grad(gradient, leaves, [torch.stack([t, 2 * t]) for t in v.values()], is_grads_batched=True)
+
+
 def live_duals(f: Callable[..., Tensor], module: nn.Module, params: Any, v: Any) -> Any:
     leaves = list(module.parameters())
     with forward_ad.dual_level():
@@ -104,6 +111,7 @@ def mapped_tangents(f: Callable[..., Tensor], module: nn.Module, params: Any, v:
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "backward": backward,
     "create_graph": create_graph,
+    "is_grads_batched": batched,
     "live_duals": live_duals,
     "substituted": substituted,
     "grad": lambda f, m, p, v: torch.func.grad(f)(p),
@@ -156,6 +164,83 @@ def test_linearize() -> None:
     h, v = torch.randn(3).double(), torch.randn(3).double()
     got = torch.func.linearize(torch.func.grad(f), h)[1](v)
     want = torch.func.jvp(torch.func.grad(lambda h: torch.tanh(h * h.sum()).sum()), (h,), (v,))[1]
+    assert relative_error(got, want) < BOUND
+
+
+class Counting(nn.Module):
+    """Puts another tensor in its buffer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return (h * self.count).sin()
+
+
+@pytest.mark.parametrize("wrap", ["module", "nested"])
+def test_a_replaced_buffer_moves_once(wrap: str) -> None:
+    h = torch.randn(3, dtype=torch.float64)
+    module = Counting()
+    block = WRAPS[wrap](module)
+    for count in (1, 2):
+        got = torch.func.grad(lambda h: block(h).sum())(h)
+        assert module.count == count
+        assert relative_error(got, count * (count * h).cos()) < BOUND
+
+
+def test_writing_to_a_differentiated_argument_is_refused() -> None:
+    def written(h: Tensor) -> Tensor:
+        return h.mul_(2.0).sin()
+
+    h = torch.ones(3)
+    with torch.no_grad():
+        assert torch.equal(checkpoint(written)(h), torch.full((3,), 2.0).sin())
+    leaf = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"writes to its argument of shape \(3,\)"):
+        checkpoint(written)(leaf * 1)
+    with pytest.raises(RuntimeError, match=r"writes to its argument of shape \(3,\)"):
+        torch.func.grad(lambda h: checkpoint(written)(h * 1).sum())(torch.ones(3))
+
+
+def test_inference_mode() -> None:
+    with torch.inference_mode():
+        module = nn.BatchNorm1d(2)
+        assert checkpoint(module)(torch.ones(3, 2)).shape == (3, 2)
+        assert module.num_batches_tracked == 1
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_random_draws_that_a_trace_cannot_replay_are_refused() -> None:
+    h, v = torch.randn(2, 3, 4).unbind()
+    f = lambda x: checkpoint(lambda x: torch.nn.functional.dropout(x.sin(), 0.5))(x).square().sum()  # noqa: E731
+    with pytest.raises(RuntimeError, match="draws random numbers"):
+        torch.func.linearize(torch.func.grad(f), h)
+    torch.func.jvp(torch.func.grad(f), (h,), (v,))  # replays
+    quiet = lambda x: checkpoint(lambda x: torch.nn.functional.dropout(x.sin(), 0.5, training=False))(x).sum()  # noqa: E731
+    torch.func.linearize(torch.func.grad(quiet), h)
+
+
+def test_linearize_attention() -> None:
+    h, v = torch.randn(2, 3, 4, dtype=torch.float64).unbind()
+
+    def product(wrap: Callable[..., Any], transform: Callable[..., Any]) -> Any:
+        block = wrap(lambda h: sorder.attention(h, 2 * h, h.sin()))
+        return transform(torch.func.grad(lambda h: block(h).square().sum()))
+
+    got = product(checkpoint, lambda g: torch.func.linearize(g, h)[1](v))
+    want = product(lambda f: f, lambda g: torch.func.jvp(g, (h,), (v,))[1])
+    assert relative_error(got, want) < BOUND
+
+
+def test_batched_cotangents_of_outputs_that_are_inputs() -> None:
+    h = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    same, view = checkpoint(lambda h: (h, h[1:]))(h)
+    value = same.square().sum() * view.sin().sum()
+    (first,) = torch.autograd.grad(value, h, create_graph=True)
+    (got,) = torch.autograd.grad(first, h, torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+    want = torch.autograd.functional.hessian(lambda h: h.square().sum() * h[1:].sin().sum(), h)
     assert relative_error(got, want) < BOUND
 
 

@@ -103,3 +103,21 @@ def test_point(function: Callable[[Tensor], Tensor], mode: str, kind: str) -> No
         (found,) = point.product([case.v])
     assert relative_error(found, case.expected[kind]) < 1e-12
     assert w.requires_grad
+
+
+def test_gradients_turned_on_where_autograd_has_them_off() -> None:
+    """In the forward of checkpoint's Function, within the modes of two products."""
+    w, v = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+
+    def block(h: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: x.sin().square().sum())(h)
+
+    def product(wrap: Callable[..., Any]) -> Tensor:
+        def curvature(w: Tensor) -> Tensor:
+            return hvp(lambda w: wrap(block)(w).square().sum(), (w,), v, argnums=0).dot(v)
+
+        return hvp(curvature, (w,), v, argnums=0)
+
+    expected = product(lambda f: f)
+    assert expected.norm() > 0
+    assert relative_error(product(checkpoint), expected) < 1e-12
