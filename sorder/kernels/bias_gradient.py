@@ -188,8 +188,8 @@ def bias_gradient(
     each_row, each_col = own[3] > 1, own[4] > 1
 
     def grid(config: launch.Config) -> tuple[int, int]:
-        row_tiles = triton.cdiv(lengths[0], config.rows) if each_row else 1
-        col_tiles = triton.cdiv(lengths[1], config.cols) if each_col else 1
+        row_tiles = launch.cdiv(lengths[0], config.rows) if each_row else 1
+        col_tiles = launch.cdiv(lengths[1], config.cols) if each_col else 1
         return row_tiles * col_tiles, own[0] * own[1] * own[2]
 
     launch.run(

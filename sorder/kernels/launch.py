@@ -104,7 +104,7 @@ class Heads:
         """
         if self.group == 1:
             return 1
-        programs = self.count // self.group * triton.cdiv(n_k, tile)
+        programs = self.count // self.group * cdiv(n_k, tile)
         wanted = occupancy * _multiprocessors(q.device)
         divisors = (n for n in range(1, self.group + 1) if self.group % n == 0)
         return next((n for n in divisors if n * programs >= wanted), self.group)
@@ -152,6 +152,12 @@ def row_vectors(*vectors: torch.Tensor | None) -> tuple[Any, ...]:
     return tuple(None if x is None else x.contiguous() for x in vectors)
 
 
+def cdiv(n: int, size: int) -> int:
+    """⌈n / size⌉. (Triton's also serves in kernels, and takes longer than the rest of what counts tiles.)"""
+    return -(-n // size)
+
+
+@functools.cache
 def block(width: int) -> int:
     """Power of two that holds a head width (a product needs at least 16)."""
     return max(16, triton.next_power_of_2(width))
@@ -192,9 +198,9 @@ def run(
         if grid is not None:
             tiles, count = grid(config)
         elif over_keys:
-            tiles, count = triton.cdiv(n_k, config.cols), heads.count // heads.group * constants["SPLITS"]
+            tiles, count = cdiv(n_k, config.cols), heads.count // heads.group * constants["SPLITS"]
         else:
-            tiles, count = triton.cdiv(n_q, config.rows), heads.count
+            tiles, count = cdiv(n_q, config.rows), heads.count
         with torch.cuda.device_of(q):
             what = score
             if over_keys and score.start is not None:

@@ -82,7 +82,7 @@ def row_scalars(
     n_q, dv = o.shape[-2:]
     delta = heads.new_row_vector(o)
     tdelta = torch.empty_like(delta) if second_order else None
-    tiles = triton.cdiv(n_q, _ROWS)
+    tiles = launch.cdiv(n_q, _ROWS)
     with torch.cuda.device_of(o):
         row_scalars_kernel[heads.grid(tiles)](
             o, do, to, to_low, tdo, dl, tdl, None, None, delta, tdelta, None, *heads.strides(o, do, to, to_low, tdo),
@@ -101,8 +101,8 @@ def packed_row_scalars(
     Zeros stand for the rows beyond the end.
     """
     n_q, dv = o.shape[-2:]
-    packed = o.new_empty((heads.count * triton.cdiv(n_q, rows), 4 * rows), dtype=torch.float32)
-    tiles = triton.cdiv(n_q, _ROWS)
+    packed = o.new_empty((heads.count * launch.cdiv(n_q, rows), 4 * rows), dtype=torch.float32)
+    tiles = launch.cdiv(n_q, _ROWS)
     with torch.cuda.device_of(o):
         row_scalars_kernel[heads.grid(tiles)](
             o, do, to, to_low, tdo, dl, tdl, lse, tl_, None, None, packed, *heads.strides(o, do, to, to_low, tdo),

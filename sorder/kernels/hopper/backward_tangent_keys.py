@@ -8,7 +8,6 @@ shared memory is short (SHARED of the four come with the stage).
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -208,7 +207,7 @@ def key_gradients(
     width, config = host.block(q, v), host.settings(name, q, v)
     splits = heads.splits(q, k.shape[-2], config.cols, occupancy=4)
     dk, dv = heads.new_key_matrix(k, splits), heads.new_key_matrix(v, splits)
-    row_tiles = triton.cdiv(q.shape[-2], config.rows)
+    row_tiles = launch.cdiv(q.shape[-2], config.rows)
     host.run(
         hopper_backward_tangent_keys_kernel, heads, config, q, k, spec,
         (

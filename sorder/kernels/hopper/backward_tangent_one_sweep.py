@@ -16,7 +16,6 @@ tile: a second loop without masks made the compiler spill.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -281,7 +280,7 @@ def gradients(
         hopper_backward_tangent_kernel, heads, config, q, k, spec,
         (
             *of.matrices(config.rows, q, tq, do, tdo), *of.matrices(config.cols, k, tk, v, tv),
-            of.pieces(vectors), sums, dk, dv, *heads.strides(dk, dv), triton.cdiv(q.shape[-2], config.rows),
+            of.pieces(vectors), sums, dk, dv, *heads.strides(dk, dv), launch.cdiv(q.shape[-2], config.rows),
         ),
         WIDTH=k.shape[-1], WIDTH_V=v.shape[-1], width=width, DUAL=tdo is not None, over_keys=True, splits=splits,
     )  # fmt: skip

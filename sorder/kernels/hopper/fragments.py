@@ -51,8 +51,7 @@ def hopper_rows_of_fragments_kernel(
 
 def new_sums(heads: launch.Heads, q: torch.Tensor, rows: int, width: int) -> torch.Tensor:
     """Zeros for the sums of tiles of ``rows`` rows of a matrix like Q, padded to ``width`` columns."""
-    tiles = -(-q.shape[-2] // rows)
-    return torch.zeros(heads.count, tiles, rows, width, dtype=torch.float32, device=q.device)
+    return torch.zeros(heads.count, launch.cdiv(q.shape[-2], rows), rows, width, dtype=torch.float32, device=q.device)
 
 
 def rows_of_fragments(heads: launch.Heads, sums: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:

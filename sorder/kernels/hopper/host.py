@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -138,10 +137,10 @@ def run(
         splits: of such a sweep, programs among which a key head's query heads are divided.
     """
     programs, (_, lead1, lead2) = heads.count, heads.folded
-    tiles = triton.cdiv(q.shape[-2], config.rows)
+    tiles = launch.cdiv(q.shape[-2], config.rows)
     if over_keys:
         programs, lead2 = programs // heads.group * splits, lead2 // heads.group * splits
-        tiles = triton.cdiv(k.shape[-2], config.cols)
+        tiles = launch.cdiv(k.shape[-2], config.cols)
         constants["SPLITS"] = splits
     with torch.cuda.device_of(q):
         kernel[heads.grid(tiles, programs)](
