@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from sorder.curvature import modes
+from sorder.curvature.checks import check_not_dict, check_not_module, check_point, check_vector
 from sorder.curvature.errors import MissingDerivativeError, missing_derivative
 from sorder.curvature.evaluation import Closure, Evaluation, added, run_closure, total
 from sorder.curvature.fallback import FORWARD, REVERSE, first_that_works
@@ -20,11 +20,8 @@ from sorder.curvature.graph import coarsest_eps, names, python_nodes, refuse_ree
 from sorder.curvature.loss_watch import LossWatch
 from sorder.curvature.modes import Product, Vector
 from sorder.curvature.replay import Replay
-from sorder.curvature.split import KINDS, Split, find_split
-from sorder.linalg.checks import check_number
-from sorder.linalg.past_modes import sees_no_modes
+from sorder.curvature.split import Split, find_split
 
-MODES = ("auto", REVERSE, FORWARD)
 RANDOMNESS = "a closure that changes between runs (its randomness, its data, or parameters moved since)"
 
 
@@ -52,7 +49,7 @@ class CurvaturePoint:
     Args:
         closure: a closure, or a sequence of closures whose losses are summed.
         params: the parameters, leaf tensors that require gradients. Those that the loss does not use have gradient
-            and curvature zero.
+            and curvature zero; it must use one of them.
         kind: see above; default ``"auto"``. ``self.kind`` tells which was taken. None asks for loss and gradient
             alone.
         mode: ``"reverse-over-reverse"`` keeps a differentiable graph of the gradient (Hessian) or of Jᵀu (GGN): a
@@ -61,10 +58,11 @@ class CurvaturePoint:
             nothing for the Hessian and the outputs' own graph for the GGN, and runs the closure again with tangents
             in every product: for the GGN that costs little more memory than a gradient. It needs forward-mode
             derivatives; where one is missing the other mode takes over with one warning. ``"auto"`` (default) expects
-            many products at one point. For the Hessian it is reverse-over-reverse, which then is both faster (a
-            linear layer's 6 matrix products against 9) and smaller. For the GGN it is reverse-over-reverse on the
+            many products at one point. For the Hessian it is reverse-over-reverse, which then is faster (a
+            linear layer's 6 matrix products against 9). For the GGN it is reverse-over-reverse on the
             CPU, where the time to run small operations again counts, and forward-over-reverse elsewhere, where memory
-            counts. If an operation has no derivative in the mode taken, the other takes over, with one warning.
+            counts (a large vocabulary can turn that around). If an operation has no derivative in the mode taken, the
+            other takes over, with one warning.
         sign: 1 for the loss itself (default), −1 to turn loss, gradient and curvature around.
         seed: of the labels that ``"fisher"`` draws. Default 0.
 
@@ -76,7 +74,9 @@ class CurvaturePoint:
         kind: "hessian", "ggn" or "fisher". products: number of products taken. evaluations: runs of closures.
 
     Raises:
-        ValueError: an argument is out of range; the loss is not a scalar or has no graph; ``kind`` is not to be had.
+        TypeError: ``params`` is a dict or a module, or ``closure`` no closure.
+        ValueError: an argument is out of range; the loss is not a scalar, has no graph, or depends on none of
+            ``params``; ``kind`` is not to be had.
         CurvatureError: (by :meth:`product`) an operation lacks the derivatives; the message names it and the remedy.
 
     Example:
@@ -103,8 +103,10 @@ class CurvaturePoint:
         # What is neither a callable nor several is refused below; a tensor can be iterated over, but holds none.
         several = isinstance(closure, Iterable) and not isinstance(closure, Tensor) and not callable(closure)
         self._closures: list[Closure] = list(cast(Iterable[Closure], closure if several else [closure]))
+        check_not_dict("CurvaturePoint", params)
+        check_not_module("CurvaturePoint", params)
         self.params = list(params)
-        _check(self._closures, self.params, kind, mode, sign, seed)
+        check_point(self._closures, self.params, kind, mode, sign, seed)
         self._sign = sign
         self._mode = mode
         self._products: list[Product] = []
@@ -160,6 +162,11 @@ class CurvaturePoint:
                     gradient, product = self._prepare(number, split)
                 totals = added(totals, gradient)
                 self._products.append(product)
+        if all(g is None for g in totals):
+            raise ValueError(
+                f"closure must return a loss that depends on the parameters, but it uses none of the {len(totals)} "
+                "given: does it call another model, or a copy, than the one that they are of?"
+            )
         self.gradient = [g * self._sign for g in modes.zeros_for_none(totals, self.params)]
         for evaluation in self._evaluations:
             evaluation.root, evaluation.outputs = evaluation.root.detach(), None
@@ -370,37 +377,3 @@ def gradients_kept(params: Sequence[Tensor]) -> Iterator[None]:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _check(
-    closures: Sequence[Closure], params: Sequence[Tensor], kind: str | None, mode: str, sign: float, seed: int
-) -> None:
-    if not closures or not all(callable(c) for c in closures):
-        raise TypeError(f"closure must be a callable or a nonempty sequence of callables, got {closures!r}")
-    if kind is not None and kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    check_number("sign", sign, "be finite", math.isfinite)
-    check_number("seed", seed, "be an integer", lambda _: True, integer=True)
-    if not params:
-        raise ValueError("params is empty")
-    for i, p in enumerate(params):
-        if not isinstance(p, Tensor) or not p.requires_grad or not p.is_leaf or not p.is_floating_point():
-            raise ValueError(
-                f"params must be real floating-point leaf tensors that require gradients; number {i} is not"
-            )
-
-
-@sees_no_modes
-def check_vector(v: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    if isinstance(v, Tensor) or not isinstance(v, Sized):
-        raise TypeError(f"v must be a sequence with one tensor per parameter, got {type(v).__name__}")
-    if len(v) != len(params):
-        raise ValueError(f"v must have one tensor for each of {len(params)} parameters, got {len(v)}")
-    for i, (t, p) in enumerate(zip(v, params, strict=True)):
-        if not isinstance(t, Tensor) or not t.is_floating_point():
-            got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-            raise TypeError(f"v[{i}] must be a real floating-point tensor, got {got}")
-        if t.shape != p.shape:
-            raise ValueError(f"v[{i}] must have the parameter's shape {tuple(p.shape)}, got {tuple(t.shape)}")

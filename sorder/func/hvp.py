@@ -29,8 +29,8 @@ def hvp(
 
     Pearlmutter, *Fast exact multiplication by the Hessian*, 1994. The modes differ in cost, not in value:
 
-    - ``"forward-over-reverse"``, H v = ∂ₜ ∇f(x + t v): the least memory of the three, as no graph of a graph is
-      built; needs forward-mode derivatives of every operation.
+    - ``"forward-over-reverse"``, H v = ∂ₜ ∇f(x + t v): no graph of a graph is built, and with
+      :func:`sorder.func.checkpoint` one block's exists at a time; needs forward-mode derivatives of every operation.
     - ``"reverse-over-reverse"``, H v = ∇(vᵀ∇f): reverse mode alone.
     - ``"reverse-over-forward"``, H v = ∇(∂ₜ f(x + t v)).
 

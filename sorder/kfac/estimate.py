@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,12 +24,14 @@ class Batch:
     """A point's closures, run again as often as asked for: the same function, without a trace.
 
     Args:
-        point: where, and of what. registry: the blocks known so far; runs add to it.
+        point: where, and of what. params: its parameters, in the order that the blocks count them in.
+        registry: the blocks known so far; runs add to it.
         estimator, samples, seed: see :func:`sorder.kfac.scores.score_vectors`. Every sweep draws the same vectors.
         loss_scale: what the loss was multiplied by, as a ``GradScaler`` does; taken out again.
     """
 
     point: CurvaturePoint
+    params: Sequence[Tensor]
     registry: Registry
     estimator: str
     samples: int
@@ -58,7 +60,7 @@ class Batch:
                 self.others.setdefault(index, set()).update(names)
 
     def _run(self, number: int) -> tuple[Capture, Callable[[], Vectors]]:
-        with Capture(self.point.params, self.registry) as capture, LossWatch() as watch:
+        with Capture(self.params, self.registry) as capture, LossWatch() as watch:
             root = self.point.rerun(number).root
         losses = watch.find(root)
         if losses is None or not losses.exact or not all(closed_form(call) for call, _ in losses.terms):

@@ -80,6 +80,7 @@ def updated(
     loss_scale: float = 1.0,
     rank: int = 0,
     mean: Mean = list,
+    params: Sequence[Tensor] | None = None,
 ) -> Factors:
     """Factors after another batch. Inverses stay what they were, but EKFAC's scales are measured in them.
 
@@ -87,10 +88,11 @@ def updated(
         point: the batch, as a point of its closures; they run again.
         new_bases: make EKFAC's eigenbases anew, before that.
         rank: of this process, which draws labels of its own. mean: over processes.
+        params: those of ``point``, in the order of the factors' numbers. Default: the point's own order.
     """
     registry = Registry(factors.blocks)
     seed = options.seed + 7919 * factors.updates + 104_729 * rank
-    batch = Batch(point, registry, options.estimator, options.samples, seed, loss_scale)
+    batch = Batch(point, params or point.params, registry, options.estimator, options.samples, seed, loss_scale)
     sums = FactorSums(options.approximation, options.max_size, options.factor_dtype)
     batch.sweep(sums)
     measured = list(zip(registry.blocks, _measured(registry.blocks, sums), strict=True))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sorder.curvature import CurvaturePoint
+from sorder.curvature.checks import check_not_dict, check_vector
 from sorder.curvature.errors import warn_once
-from sorder.curvature.point import check_vector
 from sorder.kfac import kronecker
 from sorder.kfac.factors import APPROXIMATIONS
 from sorder.kfac.kronecker import INVERSES, Factors, Mean, Options
@@ -43,8 +43,8 @@ class KFACPreconditioner:
     checkpoint (``torch.utils.checkpoint`` without re-entry, :func:`sorder.func.checkpoint`) are served.
 
     Args:
-        params: a module, parameters, or (name, parameter) pairs: those that require gradients, in the order in which
-            the optimizer has them.
+        params: a module, parameters, or (name, parameter) pairs: those that require gradients, the optimizer's own,
+            whatever their order and groups there.
         estimator: of the GGN. "mc" (default): with labels sampled from the model, ``samples`` backward passes;
             "type-2": with exact square roots of the loss's Hessians, one backward pass for each class; "empirical":
             with the labels at hand, one pass, an estimate of another matrix. Where a sample has several rows of the
@@ -73,6 +73,7 @@ class KFACPreconditioner:
         seed: of labels and signs, which are functions of it and of the number of the update. Default 0.
 
     Raises:
+        TypeError: ``params`` is a dict.
         ValueError: an option is out of range, or (by an update) the loss is not cross_entropy, mse_loss,
             binary_cross_entropy_with_logits, a multiple of one, or a sum.
 
@@ -126,6 +127,8 @@ class KFACPreconditioner:
         if not self.params:
             raise ValueError("params has no parameter that requires a gradient")
         self.factors = Factors()
+        # Entry i of a vector is for parameter _order[i]; the factors and the state keep to the order of ``params``.
+        self._order = list(range(len(self.params)))
         self.damping = 0.0
         self._refreshed = self._updated = 0
 
@@ -160,8 +163,12 @@ class KFACPreconditioner:
         """Measure the factors at ``point``, if an update is due or ``force`` is set; its closures run again.
 
         An optimizer calls it with every point that it makes, before :meth:`update`. ``rank`` and ``mean`` are for
-        data-parallel training: the process's number, and the mean of tensors over processes.
+        data-parallel training: the process's number, and the mean of tensors over processes. Vectors are then in the
+        order of the point's parameters.
         """
+        self.check_params(point.params)
+        numbers = {id(p): i for i, p in enumerate(self.params)}
+        self._order = [numbers[id(p)] for p in point.params]
         if force or self._refreshed % self.factor_interval == 0 or not self.factors.updates:
             self._measure(point, loss_scale, rank, mean)
         self._refreshed += 1
@@ -179,12 +186,17 @@ class KFACPreconditioner:
             self._updated += 1
 
     def __call__(self, v: Vector) -> list[Tensor]:
-        """(K + λ)⁻¹v, one tensor per parameter, of its shape and in the dtype of ``v``."""
+        """(K + λ)⁻¹v, one tensor per parameter, of its shape and in the dtype of ``v``.
+
+        They are in the order of the last point given to :meth:`refresh`, which an optimizer does; else of ``params``.
+        """
         self._check_measured()
-        check_vector(v, self.params)
+        check_vector(v, [self.params[i] for i in self._order])
         if None in self.factors.inverse and self.options.inverse != "ekfac":
             self.factors = kronecker.inverted(self.factors, self.options, self.damping)
-        return kronecker.solve(self.factors, v, self.damping)
+        own = [t for _, t in sorted(zip(self._order, v, strict=True), key=lambda pair: pair[0])]
+        found = kronecker.solve(self.factors, own, self.damping)
+        return [found[i] for i in self._order]
 
     def report(self) -> str:
         """A table: every parameter, its block with the sizes of its factors, and why.
@@ -237,14 +249,31 @@ class KFACPreconditioner:
         """
         self.params += list(params)
         self.names += list(names)
+        self._order += range(len(self._order), len(self.params))
         self._refreshed = self._updated = 0
 
-    def _measure(self, point: CurvaturePoint, loss_scale: float, rank: int, mean: Mean) -> None:
-        if point.params and [id(p) for p in point.params] != [id(p) for p in self.params]:
+    def check_params(self, params: Sequence[Tensor]) -> None:
+        """ValueError unless these, of an optimizer, are the preconditioner's, in any order; frozen ones may be others.
+
+        :class:`sorder.NewtonCG` calls it when it is made.
+        """
+        own, given = {id(p) for p in self.params}, {id(p) for p in params}
+        unknown = [p for p in params if p.requires_grad and id(p) not in own]
+        missing = [(n, p) for n, p in zip(self.names, self.params, strict=True) if id(p) not in given]
+        found = []
+        if unknown:
+            shape = tuple(unknown[0].shape)
+            found.append(f"does not know {len(unknown)} of the optimizer's (the first has shape {shape})")
+        if missing:
+            name, shape = missing[0][0], tuple(missing[0][1].shape)
+            found.append(f"has {len(missing)} that the optimizer does not step (the first is {name}, of shape {shape})")
+        if found:
             raise ValueError(
-                f"the preconditioner has {len(self.params)} parameters, and the point {len(point.params)} others, or "
-                "in another order: give both the same parameters"
+                f"the preconditioner and the optimizer must have the same parameters, but the preconditioner "
+                f"{' and '.join(found)}: make both from the same model"
             )
+
+    def _measure(self, point: CurvaturePoint, loss_scale: float, rank: int, mean: Mean) -> None:
         self.factors = kronecker.updated(
             self.factors,
             point,
@@ -253,6 +282,7 @@ class KFACPreconditioner:
             loss_scale=loss_scale,
             rank=rank,
             mean=mean,
+            params=self.params,
         )
         warn_of_fallbacks(self.factors, self.names)
 
@@ -277,6 +307,7 @@ def warn_of_fallbacks(factors: Factors, names: Sequence[str]) -> None:
 
 def named(params: Any) -> tuple[list[str], list[Tensor]]:
     """Names and tensors of the parameters that require gradients, tied ones once."""
+    check_not_dict("KFACPreconditioner", params)
     pairs = params.named_parameters() if isinstance(params, nn.Module) else params
     names: list[str] = []
     found: list[Tensor] = []

@@ -51,10 +51,10 @@ def attention(
     defines it, so that switching is a rename. Second-order products (``torch.func.jvp(torch.func.grad(f), …)``,
     ``grad`` of ``jvp``, ``grad`` of ``grad``, ``create_graph=True``, ``torch.func.linearize``, ``vmap`` of all these)
     never hold an Nq × Nk matrix of their own. A third derivative raises. On CUDA, first-order passes of dense and
-    causal attention run on PyTorch's fused kernels where these accept the input. On Hopper GPUs second-order products
-    add up the query's part in no determined order, and the last bits of two runs may differ, as they do with the fused
-    kernels; ``torch.use_deterministic_algorithms(True)`` makes all of them reproducible, at the cost of half as many
-    products again.
+    causal attention run on PyTorch's fused kernels where these accept the input. These and, in second-order products,
+    the kernels for Hopper GPUs (16 bits, from 2²⁸ scores on) add up in no determined order, so the last bits of two
+    runs may differ; ``torch.use_deterministic_algorithms(True)`` makes all of them reproducible, and a second backward
+    up to 1.2 times as long.
 
     Everything that hides keys applies together: ``attn_mask``, ``mask``, ``is_causal``. A query that sees no key gives
     zeros, in the output and in every derivative, and a log-sum-exp of −∞.

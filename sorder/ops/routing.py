@@ -77,6 +77,8 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
     """
 
     def __init__(self, enabled: bool = True, *, strict: bool = False) -> None:
+        if callable(enabled):
+            raise TypeError("exact_attention is called to decorate: write @sorder.exact_attention()")
         super().__init__()
         self._enabled = enabled
         self._strict = strict

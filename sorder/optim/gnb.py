@@ -25,6 +25,7 @@ def gnb_loss(
         The sum, a scalar with its graph, and the count of rows, a 0-dimensional integer tensor.
 
     Raises:
+        TypeError: ``logits`` is no tensor.
         ValueError: ``logits`` has no class, or ``keep`` does not fit.
 
     Example:
@@ -33,6 +34,11 @@ def gnb_loss(
         >>> round(loss.item(), 3), int(rows)
         (4.394, 4)
     """
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"logits must be a tensor of shape (..., C), got {type(logits).__name__}: pass the model's logits (a "
+            "Hugging Face model's output has them in its attribute .logits)"
+        )
     if logits.dim() < 1 or not logits.shape[-1] or not logits.is_floating_point():
         raise ValueError(f"logits must be floating-point of shape (..., C), got {logits.dtype} {tuple(logits.shape)}")
     if keep is not None and (keep.shape != logits.shape[:-1] or keep.dtype != torch.bool):

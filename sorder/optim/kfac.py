@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sorder.curvature import CurvaturePoint
+from sorder.curvature.checks import MODES
 from sorder.curvature.evaluation import PlainClosure
-from sorder.curvature.point import MODES, gradients_kept
+from sorder.curvature.point import gradients_kept
 from sorder.kfac import kronecker
 from sorder.kfac.kronecker import Factors, Options
 from sorder.kfac.preconditioner import check_loss_scale, warn_of_fallbacks
@@ -30,6 +31,7 @@ from sorder.optim.validation import (
     check_closure,
     check_integer,
     check_maximize,
+    check_not_dict,
     check_not_module,
     check_parameters,
     check_range,
@@ -143,6 +145,7 @@ class KFAC(Optimizer):
         seed: int = 0,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        check_not_dict(self, params)
         defaults = {k: v for k, v in locals().items() if k not in ("self", "params", "process_group", "__class__")}
         self._check_options(defaults)
         self.last_step: KFACStep | None = None

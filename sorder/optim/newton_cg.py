@@ -105,8 +105,9 @@ class NewtonCG(Optimizer):
         preconditioner: None (default), "diagonal" (a running mean of Hutchinson's estimates of B's diagonal; one
             product a step), "squared-gradient" (a running mean of g∘g scaled to B; one product a step), both used as
             (|d| + λ)^``preconditioner_power``; or a callable r ↦ M⁻¹r on lists of tensors, one for each parameter,
-            symmetric positive definite, such as :class:`sorder.KFACPreconditioner`. Before every solve its methods are
-            called, where it has them: ``refresh(point, rank=…, mean=…)`` with the
+            symmetric positive definite, such as :class:`sorder.KFACPreconditioner`. If it has
+            ``check_params(params)``, that is called when the optimizer is made, to refuse others than its own. Before
+            every solve its methods are called, where it has them: ``refresh(point, rank=…, mean=…)`` with the
             :class:`~sorder.curvature.CurvaturePoint` of B, this process's number and the mean of a list of tensors
             over the ranks; then ``update(product, damping)`` with v ↦ Bv and λ. :meth:`add_param_group` calls
             ``add_params(params, names)`` with those that require gradients. If it has ``state_dict`` and
@@ -132,10 +133,11 @@ class NewtonCG(Optimizer):
     Raises:
         ValueError: an option is out of range; the message names it. ``lr``, ``damping``, ``trust_radius`` and
             ``weight_decay`` are at most 2.6e15 (2e123 where all parameters are float64). Parameters are on the meta
-            device. (By ``step``, too, and if the closure changes
-            ``.grad`` after ``backward``, or returns a loss that is not a scalar or has no graph.)
-        TypeError: ``params`` is a module, or ``preconditioner`` a class. (By ``step``:) there is no closure, or what
-            was given is none, or returns neither a loss nor ``(loss, outputs)``.
+            device. The preconditioner is for other parameters.
+            (By ``step``, too, and if the closure changes ``.grad`` after ``backward``, or returns a loss that is not a
+            scalar, has no graph, or depends on none of the parameters.)
+        TypeError: ``params`` is a module or a dict, or ``preconditioner`` a class. (By ``step``:) there is no closure,
+            or what was given is none, or returns neither a loss nor ``(loss, outputs)``.
         RuntimeError: (by ``step``) it was called inside a closure of its own. Nothing has changed.
         FloatingPointError: (by ``step``) the loss, a gradient or a product is not finite. Nothing has changed.
             sorder.curvature.CurvatureError: (by ``step``) an operation lacks derivatives. Nothing has changed.
@@ -220,6 +222,9 @@ class NewtonCG(Optimizer):
         super().__init__(params, defaults)
         # Afterwards, since it knows of these groups, and is told of later ones.
         self._preconditioner = preconditioner if callable(preconditioner) else None
+        check_params = getattr(preconditioner, "check_params", None)
+        if check_params is not None:
+            check_params([p for group in self.param_groups for p in group["params"]])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its parameters join the next step."""

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from sorder.curvature.point import MODES
+from sorder.curvature import checks
+from sorder.curvature.checks import MODES
 from sorder.curvature.split import KINDS
 from sorder.linalg.pytree import wide_dtype
 
@@ -90,13 +91,15 @@ def not_nested(method: Method) -> Method:
 
 
 def check_not_module(optimizer: Optimizer, params: Any) -> None:
-    """TypeError where ``params`` of an optimizer or of a group is a module; one that lists parameters is none here."""
-    if isinstance(params, nn.Module) and not isinstance(params, nn.ParameterList):
-        raise TypeError(
-            f"{type(optimizer).__name__} takes parameters, got the module {type(params).__name__}: pass "
-            "model.parameters() or model.named_parameters(). (KFAC and KFACPreconditioner take modules, "
-            "parameter groups do not.)"
-        )
+    """TypeError where ``params`` of an optimizer or of a group is a module or a dict."""
+    check_not_dict(optimizer, params)
+    more = " or model.named_parameters(). (KFAC and KFACPreconditioner take modules, parameter groups do not.)"
+    checks.check_not_module(type(optimizer).__name__, params, more)
+
+
+def check_not_dict(optimizer: Optimizer, params: Any) -> None:
+    """TypeError where ``params`` of an optimizer or of a group is a dict."""
+    checks.check_not_dict(type(optimizer).__name__, params, ", or a list of it if it is a parameter group")
 
 
 def check_closure(optimizer: Optimizer, method: str, name: str, closure: Any) -> None:

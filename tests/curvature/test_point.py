@@ -166,6 +166,22 @@ def test_vectors_are_checked() -> None:
         point.product(ones(params))
     with pytest.raises(ValueError, match="number 0 is not"):
         CurvaturePoint(lambda: x.sum(), [x])
+    for given, advice in (
+        (dict(model.named_parameters()), r"got a dict: pass its values\(\)$"),
+        (model, r"got the module Sequential: pass model.parameters\(\)$"),
+    ):
+        with pytest.raises(TypeError, match=f"^CurvaturePoint takes parameters, {advice}"):
+            CurvaturePoint(lambda: model(x).sum(), given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["hessian", "ggn", None])
+def test_a_loss_of_none_of_the_parameters_is_refused(kind: str | None, mode: str) -> None:
+    model, params, x, y = problem()
+    other = [torch.ones(2, requires_grad=True)]
+    with pytest.raises(ValueError, match="depends on the parameters, but it uses none of the 1 given"):
+        CurvaturePoint(lambda: F.cross_entropy(model(x), y), other, kind, mode=mode)
+    CurvaturePoint(lambda: F.cross_entropy(model(x), y), other + params, kind, mode=mode).release()
 
 
 # ---------------------------------------------------------------------- generators and buffers

@@ -485,6 +485,11 @@ def test_switch(operator: Operator) -> None:
     assert len(operator.calls) == 2
 
 
+def test_a_decorator_without_parentheses_says_so() -> None:
+    with pytest.raises(TypeError, match=r"@sorder.exact_attention\(\)"):
+        exact_attention(lambda: None)  # type: ignore[arg-type]
+
+
 def test_switched_off_by_another_thread(operator: Operator) -> None:
     q, k, v = tensors(1, 2, 5, 4)
     exact_attention.enable()

@@ -477,6 +477,24 @@ class TestWhatANewcomerPasses:
                 optimizer.update_curvature(given)
         assert str(optimizer.state_dict()) == before and torch.equal(values(net), start)
 
+    @pytest.mark.parametrize("backward", [False, True])
+    def test_a_closure_over_another_model(self, name: str, backward: bool) -> None:
+        net, other, (x, y) = model(), model(), data(1)
+        optimizer = EVERY[name](net.parameters())
+        before, start = str(optimizer.state_dict()), values(net)
+
+        def closure() -> Tensor:
+            loss = F.cross_entropy(other(x), y)
+            if backward:
+                loss.backward()
+            return loss
+
+        own = {"curvature_closure": lambda: gnb_loss(net(x))} if name == "SophiaG" else {}
+        message = "^closure must return a loss that depends on the parameters, but it uses none of the 4 given"
+        with pytest.raises(ValueError, match=message):
+            optimizer.step(closure, **own)
+        assert str(optimizer.state_dict()) == before and torch.equal(values(net), start)
+
     def test_a_module_for_parameters(self, name: str) -> None:
         net, message = model(), rf"^{name} takes parameters, got the module \w+: pass model.parameters\(\)"
         if name == "KFAC":
@@ -487,6 +505,9 @@ class TestWhatANewcomerPasses:
                     EVERY[name](module)
         with pytest.raises(TypeError, match=message):
             EVERY[name]([{"params": net}])
+        for given in (dict(net.named_parameters()), [{"params": dict(net.named_parameters())}]):
+            with pytest.raises(TypeError, match=rf"^{name} takes parameters, got a dict: pass its values\(\), or"):
+                EVERY[name](given)
         optimizer = EVERY[name](net.parameters())
         with pytest.raises(TypeError, match=message):
             optimizer.add_param_group({"params": nn.Linear(2, 2)})

@@ -179,6 +179,10 @@ def test_gnb_loss_leaves_out_rows_and_draws_from_the_model() -> None:
         gnb_loss(logits, keep=keep.float())
     with pytest.raises(ValueError, match=r"logits must be floating-point of shape \(..., C\), got .* \(2, 0\)"):
         gnb_loss(torch.zeros(2, 0))
+    assert int(gnb_loss(torch.zeros(3))[1]) == 1  # one prediction
+    for given, name in ((None, "NoneType"), ((logits, logits), "tuple")):
+        with pytest.raises(TypeError, match=rf"^logits must be a tensor .*, got {name}: pass .* attribute \.logits\)"):
+            gnb_loss(given)
 
 
 def test_every_update_draws_labels_of_its_own() -> None:
