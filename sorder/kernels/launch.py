@@ -135,7 +135,7 @@ class Heads:
     def grid(self, tiles: int, heads: int | None = None) -> tuple[int, int]:
         """Flat grid over heads (by default, of the query) × tiles, spilling from axis x to y past 2³¹ − 1 programs."""
         programs = (self.count if heads is None else heads) * tiles
-        return min(programs, _MAX_GRID_X), -(-programs // _MAX_GRID_X)
+        return min(programs, _MAX_GRID_X), cdiv(programs, _MAX_GRID_X)
 
 
 def new_matrix(like: torch.Tensor, width: int) -> torch.Tensor:

@@ -79,15 +79,9 @@ def row_scalars(
     tdo: torch.Tensor | None = None, tdl: torch.Tensor | None = None, second_order: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """D and, if ``second_order``, Ḋ, float32 (..., N), from folded matrices and contiguous row vectors."""
-    n_q, dv = o.shape[-2:]
     delta = heads.new_row_vector(o)
     tdelta = torch.empty_like(delta) if second_order else None
-    tiles = launch.cdiv(n_q, _ROWS)
-    with torch.cuda.device_of(o):
-        row_scalars_kernel[heads.grid(tiles)](
-            o, do, to, to_low, tdo, dl, tdl, None, None, delta, tdelta, None, *heads.strides(o, do, to, to_low, tdo),
-            *heads.folded[1:], tiles, heads.count, n_q, DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS, PIECE=1,
-        )  # fmt: skip
+    _launch(heads, (o, do, to, to_low, tdo), (dl, tdl, None, None), (delta, tdelta, None))
     return delta, tdelta
 
 
@@ -100,13 +94,24 @@ def packed_row_scalars(
 
     Zeros stand for the rows beyond the end.
     """
+    packed = o.new_empty((heads.count * launch.cdiv(o.shape[-2], rows), 4 * rows), dtype=torch.float32)
+    _launch(heads, (o, do, to, to_low, tdo), (dl, tdl, lse, tl_), (None, None, packed), rows)
+    return packed
+
+
+def _launch(
+    heads: launch.Heads,
+    matrices: tuple[torch.Tensor | None, ...],
+    vectors: tuple[torch.Tensor | None, ...],
+    outputs: tuple[torch.Tensor | None, ...],
+    piece: int = 1,
+) -> None:
+    o = matrices[0]
+    assert o is not None
     n_q, dv = o.shape[-2:]
-    packed = o.new_empty((heads.count * launch.cdiv(n_q, rows), 4 * rows), dtype=torch.float32)
     tiles = launch.cdiv(n_q, _ROWS)
     with torch.cuda.device_of(o):
         row_scalars_kernel[heads.grid(tiles)](
-            o, do, to, to_low, tdo, dl, tdl, lse, tl_, None, None, packed, *heads.strides(o, do, to, to_low, tdo),
-            *heads.folded[1:], tiles, heads.count, n_q,
-            DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS, PIECE=rows,
+            *matrices, *vectors, *outputs, *heads.strides(*matrices), *heads.folded[1:], tiles, heads.count, n_q,
+            DV=dv, BLOCK_DV=launch.block(dv), ROWS=_ROWS, PIECE=piece,
         )  # fmt: skip
-    return packed

@@ -26,15 +26,18 @@ def backward_tangent(
     heads = launch.Heads(q, k)
     q, k, v, o, do, tq, tk, tv, to, to_low, tdo = heads.fold(q, k, v, o, do, tq, tk, tv, to, to_low, tdo)
     lse, dl, tl_, tdl = launch.row_vectors(lse, dl, tl_, tdl)
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
     if "q" in wanted and ("k" in wanted or "v" in wanted) and not torch.are_deterministic_algorithms_enabled():
         config = host.settings("backward_tangent" if tdo is None else "backward_tangent_dual", q, v)
         vectors = packed_row_scalars(heads, o, do, dl, lse, tl_, to, to_low, tdo, tdl, config.rows)
         dq, dk, dv = gradients(heads, q, k, v, do, tq, tk, tv, tdo, vectors, config, spec)
-        return heads.unfold(dq), dk if "k" in wanted else None, dv if "v" in wanted else None, None
-    delta, tdelta = row_scalars(heads, o, do, dl, to=to, to_low=to_low, tdo=tdo, tdl=tdl, second_order=True)
-    of = host.Descriptors(heads, host.block(q, v))
-    operands: tuple[Any, ...] = (heads, of, q, k, v, lse, do, tq, tk, tv, tl_, tdo, delta, tdelta, spec)
-    dk, dv = key_gradients(*operands) if "k" in wanted or "v" in wanted else (None, None)
-    dq = query_gradient(*operands) if "q" in wanted else None
+    else:
+        delta, tdelta = row_scalars(heads, o, do, dl, to=to, to_low=to_low, tdo=tdo, tdl=tdl, second_order=True)
+        of = host.Descriptors(heads, host.block(q, v))
+        operands: tuple[Any, ...] = (heads, of, q, k, v, lse, do, tq, tk, tv, tl_, tdo, delta, tdelta, spec)
+        dk, dv = key_gradients(*operands) if "k" in wanted or "v" in wanted else (None, None)
+        dq = query_gradient(*operands) if "q" in wanted else None
     dq = None if dq is None else heads.unfold(dq)
     return dq, dk if "k" in wanted else None, dv if "v" in wanted else None, None

@@ -33,13 +33,11 @@ from sorder.kernels.hopper.tiles import (
     add_product,
     async_load,
     barriers_ready,
-    copy_resident,
-    expect_tiles,
+    copy_tiles,
     head_index,
     new_barriers,
     product,
     program_head_and_tile,
-    start_copies,
     store_matrix,
     thread_barrier,
 )
@@ -50,7 +48,12 @@ from sorder.kernels.spec import AttentionSpec
 def _expect_rows(
     bars, vector_bar, step, total, ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    expect_tiles(bars, step % STAGES, step < total, ROWS * D * 2)
+    """Announces the ``step``-th tile of rows, before its copies start.
+
+    One barrier a matrix: the compiler makes all threads meet between two uses of the same one, also between copies.
+    """
+    for j in gl.static_range(len(bars)):
+        mbarrier.expect(bars[j].index(step % STAGES), ROWS * D * 2, pred=step < total)
     mbarrier.expect(vector_bar.index(step % STAGES), ROWS * 16, pred=step < total)
 
 
@@ -65,7 +68,9 @@ def _copy_rows(
     member = step // steps if GROUP > 1 else 0
     tile = first + step - member * steps
     there = step < GROUP * steps
-    start_copies(descs, buffers, bars, stage, (head[0], head[1], head[2] * GROUP + member), tile * ROWS, there)
+    place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
+    for j in gl.static_range(len(descs)):
+        async_load(descs[j], place, bars[j].index(stage), buffers[j].index(stage), pred=there)
     vector = (z * GROUP + member) * row_tiles + tile
     async_load(vector_desc, [vector, 0], vector_bar.index(stage), vectors.index(stage), pred=there)
 
@@ -228,7 +233,7 @@ def hopper_backward_tangent_kernel(
     barriers_ready()
     resident = (k, tk, v, tv)
     key_head = (head[0], head[1], head[2] // SPLITS)
-    copy_resident((k_desc, tk_desc, v_desc, tv_desc), resident, resident_bar, key_head, col0, COLS * D * 2)
+    copy_tiles((k_desc, tk_desc, v_desc, tv_desc), resident, resident_bar, 0, key_head, col0, True, COLS * D * 8)
     first = col0 // ROWS if CAUSAL else 0
     steps = gl.maximum(row_tiles - first, 0)
     at = (head, z, first, steps, row_tiles)

@@ -82,31 +82,6 @@ def copy_tiles(descs, buffers, bars, stage, head, first, pred, BYTES: gl.constex
 
 
 @gluon.jit
-def copy_resident(descs, buffers, bar, head, first, BYTES: gl.constexpr):
-    """Starts the copies of rows ``first …`` of one head of every matrix, BYTES each, with one barrier for all."""
-    mbarrier.expect(bar.index(0), len(descs) * BYTES)
-    for j in gl.static_range(len(descs)):
-        async_load(descs[j], [head[0], head[1], head[2], first, 0], bar.index(0), buffers[j].index(0))
-
-
-@gluon.jit
-def expect_tiles(bars, stage, pred, BYTES: gl.constexpr):
-    """Announces BYTES at each of the barriers. (One a matrix: the compiler makes all threads meet between two uses of
-    the same one, also between two copies.)"""
-    for j in gl.static_range(len(bars)):
-        mbarrier.expect(bars[j].index(stage), BYTES, pred=pred)
-
-
-@gluon.jit
-def start_copies(descs, buffers, bars, stage, head, first, pred):
-    """Starts the copies that :func:`expect_tiles` announced."""
-    for j in gl.static_range(len(descs)):
-        async_load(
-            descs[j], [head[0], head[1], head[2], first, 0], bars[j].index(stage), buffers[j].index(stage), pred=pred
-        )
-
-
-@gluon.jit
 def matrix_pointers(base, head, strides, first, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """Addresses of a (ROWS, COLS) tile in global memory, as ``layout`` holds it."""
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
