@@ -55,7 +55,7 @@ def second_order(
     call: dict[str, Any] = {**options, "enable_gqa": heads[0] != heads[1]}
     first = torch.autograd.grad(sorder.attention(q, k, v, **call), leaves, do, create_graph=True)
     second = torch.autograd.grad(first, [*leaves, do], [torch.randn_like(x) for x in leaves])
-    constant = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
+    constant: dict[str, Any] = {name: x.detach() if isinstance(x, torch.Tensor) else x for name, x in call.items()}
 
     def loss(inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return (sorder.attention(*inputs, **constant).float() * do.detach().float()).square().sum()
