@@ -4,7 +4,7 @@
 
 Every figure of a row comes from one process on one GPU, medians in milliseconds. Passes: ``forward``, ``backward``
 (first order, through autograd), ``second_backward`` (the gradient of the first backward, all three cotangents
-defined), ``jvp_grad`` (value of the gradient and its tangent by ``torch.func.jvp(torch.func.grad)``, everything
+defined), ``jvp_grad`` (value of the gradient and its tangent by ``torch.func.jvp`` of ``torch.func.vjp``, everything
 included). Memory is the peak above the inputs of one such pass.
 """
 
@@ -21,7 +21,7 @@ import record
 import torch
 import torch.nn.functional as F
 import triton
-from torch.func import grad, jvp
+from torch.func import jvp, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sorder
@@ -113,8 +113,7 @@ class Problem:
         first = torch.autograd.grad(attention(q, k, v, is_causal=self.causal), (q, k, v), do, create_graph=True)
 
         def gradient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            inner = grad(lambda *x: (attention(*x, is_causal=self.causal) * primals[3]).sum(), argnums=(0, 1, 2))
-            return inner(q, k, v)
+            return vjp(lambda *x: attention(*x, is_causal=self.causal), q, k, v)[1](primals[3])
 
         def whole_step() -> Any:
             a = torch.autograd.grad(attention(q, k, v, is_causal=self.causal), (q, k, v), do, create_graph=True)

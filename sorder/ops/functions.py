@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 
 from sorder.kernels.mask import Visibility
 from sorder.ops import maps
 from sorder.ops.batching import batched, has_legacy_dim, legacy_rule, over_legacy_dim
+from sorder.ops.levels import LeveledFunction
 
 Optional = torch.Tensor | None
 
@@ -65,7 +66,7 @@ def _runs(node: Any) -> bool:
         return True
 
 
-def apply(function: type[Function], *args: Any) -> Any:
+def apply(function: type[LeveledFunction], *args: Any) -> Any:
     """``function.apply``, or only its map where nothing can differentiate the call: first-order backward, inference."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return function.apply(*args)
@@ -95,7 +96,9 @@ def _eagerly(*args: Any) -> Any:
     return apply(Attention, *args)[:2]
 
 
-def _mapped(function: type[Function], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _mapped(
+    function: type[LeveledFunction], info: Any, in_dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
     out = batched(lambda *a: apply(function, *a), info.batch_size, in_dims, args, loop=args[-1].dropout > 0)
     return out, tuple(None if x is None else 0 for x in out)
 
@@ -120,7 +123,7 @@ def _caches(ctx: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
     return *saved[:4], ctx.vis, *saved[4:]
 
 
-class Attention(Function):
+class Attention(LeveledFunction):
     """F: (q, k, v, bias, vis, spec) → (o, lse, low or None)."""
 
     @staticmethod
@@ -158,7 +161,7 @@ class Attention(Function):
         return _mapped(Attention, info, in_dims, args)
 
 
-class AttentionTangent(Function):
+class AttentionTangent(LeveledFunction):
     """J: (q, k, v, bias, vis, o, lse, q̇, k̇, v̇, biaṡ, spec) → (ȯ, l̇, what rounding ȯ lost or None)."""
 
     @staticmethod
@@ -196,7 +199,7 @@ class AttentionTangent(Function):
         return _mapped(AttentionTangent, info, in_dims, args)
 
 
-class AttentionBackward(Function):
+class AttentionBackward(LeveledFunction):
     """B: (q, k, v, bias, vis, o, lse, low, do, dl, wanted, spec) → (dq, dk, dv, dbias)."""
 
     @staticmethod
@@ -233,7 +236,7 @@ class AttentionBackward(Function):
         return _mapped(AttentionBackward, info, in_dims, args)
 
 
-class AttentionBackwardTangent(Function):
+class AttentionBackwardTangent(LeveledFunction):
     """T: (q, k, v, bias, vis, o, lse, do, dl, q̇, k̇, v̇, biaṡ, ȯ, l̇, low, dȯ, dl̇, wanted, spec) → (dq̇, dk̇, dv̇, dbiaṡ).
 
     ``low`` is what rounding ȯ lost, or ``None``. T is linear in its tangents, and symmetric, so that the derivative of
@@ -305,7 +308,7 @@ def _tangent_of_backward(ctx: Any, *tangents: Optional) -> Any:
 # the map's own, and five of the spec.
 
 
-def _differentiable(function: type[Function], operator: Any) -> Any:
+def _differentiable(function: type[LeveledFunction], operator: Any) -> Any:
     def call(*args: Any) -> Any:
         recorded = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
         if recorded or forward_ad._current_level >= 0:

@@ -1,0 +1,158 @@
+"""LeveledFunction against a Function of PyTorch's own with the same rules, under every nesting of transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.overrides import TorchFunctionMode
+
+import sorder
+from sorder.ops.levels import LeveledFunction
+
+
+class Pair(NamedTuple):
+    factor: Tensor
+    absent: Tensor | None
+
+
+def rules(base: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """(x, y, c) → (c.factor·x³y, None), whose backward is differentiable."""
+
+    class Product(base):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def forward(x: Tensor, y: Tensor, c: Pair) -> Any:
+            if x.numel() == 13:
+                raise RuntimeError("unlucky")
+            return c.factor * x**3 * y, None
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            x, y, ctx.c = inputs
+            ctx.save_for_backward(x, y)
+            ctx.save_for_forward(x, y)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor, _: Any) -> Any:
+            x, y = ctx.saved_tensors
+            return 3 * g * ctx.c.factor * x**2 * y, g * ctx.c.factor * x**3, None
+
+        @staticmethod
+        def jvp(ctx: Any, tx: Tensor | None, ty: Tensor | None, _: Any) -> Any:
+            x, y = ctx.saved_tensors
+            tangent = torch.zeros_like(x)
+            if tx is not None:
+                tangent = tangent + 3 * ctx.c.factor * x**2 * y * tx
+            return tangent if ty is None else tangent + ctx.c.factor * x**3 * ty, None
+
+        @staticmethod
+        def vmap(info: Any, dims: Any, x: Tensor, y: Tensor, c: Pair) -> Any:
+            x, y = (
+                a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
+                for a, d in zip((x, y), dims[:2], strict=True)
+            )
+            return Product.apply(x, y, c), (0, None)
+
+    return Product
+
+
+OURS, THEIRS = rules(LeveledFunction), rules(torch.autograd.Function)
+
+
+class Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def setting(function: type[torch.autograd.Function]) -> tuple[Callable[..., Tensor], Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, t, y = (torch.randn(4, dtype=torch.float64) for _ in range(3))
+    c = Pair(torch.tensor(1.5, dtype=torch.float64), None)
+    return lambda x: (function.apply(x, y, c)[0] ** 2).sum() + function.apply(y, x, c)[0].sum(), x, t  # type: ignore[no-untyped-call]
+
+
+def at_no_grad(f: Callable[..., Tensor], x: Tensor, t: Tensor) -> Any:
+    def half(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = f(x)
+        return constant * f(x)
+
+    return jvp(grad(half), (x,), (t,))
+
+
+def outlived(f: Callable[..., Tensor], x: Tensor, t: Tensor) -> Any:
+    """The pullback is called after its level has ended, and differentiated."""
+    _, pull = vjp(f, x)
+    return jvp(lambda s: pull(s)[0], (torch.ones((), dtype=x.dtype),), (torch.ones((), dtype=x.dtype),))
+
+
+def under_mode(f: Callable[..., Tensor], x: Tensor, t: Tensor) -> Any:
+    with Seen() as seen:
+        out = grad(f)(x)
+    assert sum("custom_function_call" in name for name in seen.names) == 2
+    return out
+
+
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    "grad": lambda f, x, t: grad(f)(x),
+    "jvp of grad": lambda f, x, t: jvp(grad(f), (x,), (t,)),
+    "grad of jvp": lambda f, x, t: grad(lambda x: jvp(f, (x,), (t,))[1])(x),
+    "grad of grad": lambda f, x, t: grad(lambda x: (grad(f)(x) * t).sum())(x),
+    "jacfwd of jacrev": lambda f, x, t: jacfwd(jacrev(f))(x),
+    "grad of vmap": lambda f, x, t: grad(lambda x: vmap(f)(torch.stack((x, t))).sum())(x),
+    "vmap of jvp of grad": lambda f, x, t: vmap(lambda t: jvp(grad(f), (x,), (t,))[1])(torch.eye(4).to(x)),
+    "linearize of grad": lambda f, x, t: linearize(grad(f), x)[1](t),
+    "autograd over grad": lambda f, x, t: torch.autograd.functional.jvp(grad(f), x, t),
+    "grad with a constant part": at_no_grad,
+    "a pullback that outlived its level": outlived,
+    "grad under a mode": under_mode,
+    "grad of a subclass": lambda f, x, t: grad(f)(x.as_subclass(Sub)).as_subclass(torch.Tensor),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_is_as_pytorch_has_it(name: str) -> None:
+    ours, theirs = (PRODUCTS[name](*setting(function)) for function in (OURS, THEIRS))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_an_error_leaves_the_levels_as_they_were() -> None:
+    f, x, t = setting(OURS)
+    unlucky = torch.ones(13, dtype=torch.float64)
+    c = Pair(torch.ones((), dtype=torch.float64), None)
+
+    def guarded(x: Tensor) -> Tensor:
+        try:
+            OURS.apply(unlucky * x.sum(), unlucky, c)
+        except RuntimeError as error:
+            assert "unlucky" in str(error)
+        else:
+            raise AssertionError
+        return f(x)
+
+    torch.testing.assert_close(jvp(grad(guarded), (x,), (t,)), jvp(grad(f), (x,), (t,)), rtol=0, atol=0)
+    assert torch._C._functorch.peek_interpreter_stack() is None
+    assert not torch._C._functorch.get_single_level_autograd_function_allowed()
+
+
+def test_attention_makes_no_class_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unexpected(*_: Any) -> Any:
+        raise AssertionError("PyTorch's own way was taken")
+
+    monkeypatch.setattr(torch._functorch.autograd_function, "generate_single_level_function", unexpected)
+    q, t = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    product = jvp(grad(lambda q: sorder.attention(q, q, q).square().sum()), (q,), (t,))[1]
+    assert product.isfinite().all()
