@@ -157,6 +157,19 @@ class Attention(LeveledFunction):
         return to, tl, None if ctx.saved_tensors[6] is None else to_low
 
     @staticmethod
+    def joint(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        """F and J at once, where one sweep does both."""
+        q, k, v, bias, vis, spec = inputs
+        tq, tk, tv, tbias = tangents[:4]
+        if any(t is not None and t.dtype != q.dtype for t in (tq, tk, tv)):  # jvp says what is wrong
+            return None
+        found = maps.forward_tangent(q, k, v, bias, vis, tq, tk, tv, tbias, spec)
+        if found is None:
+            return None
+        o, lse, *of_tangents = found
+        return (o, lse, torch.empty_like(o)), tuple(of_tangents)
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(Attention, info, in_dims, args)
 

@@ -13,7 +13,7 @@ from sorder.kernels import twin
 from sorder.kernels.mask import NOTHING, Visibility
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import fused, layout
-from sorder.ops.memo import remembered
+from sorder.ops.memo import remembered, where
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LARGE = 4096**2
@@ -25,6 +25,7 @@ if HAS_TRITON:
     from sorder.kernels.backward import backward as _backward
     from sorder.kernels.backward_tangent import backward_tangent as _backward_tangent
     from sorder.kernels.forward import forward as _forward
+    from sorder.kernels.forward_tangent import forward_tangent as _forward_tangent
     from sorder.kernels.tangent import tangent as _tangent
 
     _KERNELS = {f.__name__: f for f in (_forward, _tangent, _backward, _backward_tangent)}
@@ -161,6 +162,26 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """F: output (..., Nq, dv) and log-sum-exp (..., Nq), float32 or float64."""
     return _call(torch.ops.sorder.attention_forward, (q, k, v, bias), vis, spec)
+
+
+def forward_tangent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
+    tq: Optional, tk: Optional, tv: Optional, tbias: Optional, spec: AttentionSpec,
+) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
+    """F and J in one sweep: (o, lse, ȯ, l̇, what rounding ȯ lost); ``None`` where no kernel does both, or F is known."""
+    if not kernels_serve(q) or tbias is not None:
+        return None
+    place = where("forward", flat((q, k, v, bias), vis, spec))
+    if place is not None and place[1] in place[0]:
+        return None
+    with torch._C._AutoDispatchBelowAutograd():
+        found = _forward_tangent(q, k, v, bias, vis, tq, tk, tv, spec)
+        if found is None:
+            return None
+        o, lse, to, tl, low = found
+        if place is not None and not place[2]:
+            place[0].keep(place[1], (layout.laid_out(o, q), lse))
+        return layout.laid_out(o, q), lse, layout.laid_out(to, q), tl, layout.laid_out(low, q)
 
 
 def tangent(

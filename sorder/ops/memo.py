@@ -41,6 +41,9 @@ class Memo:
     def holds(self, name: str) -> bool:
         return any(key[0] == name for key in self._kept)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
+
     def clear(self) -> None:
         """Forgets all, as the call's backward pass does at its end."""
         self._kept.clear()
@@ -69,12 +72,10 @@ def remembered(name: str, last: bool) -> Callable[[Callable[..., Any]], Callable
     def decorate(operator: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operator)
         def served(*args: Any) -> Any:
-            if not _open or not _worthwhile(args[0], args[1]):
+            place = where(name, args)
+            if place is None:
                 return operator(*args)
-            memo, ends = _open[-1]
-            if ends and not memo.holds(name):  # hashes would be for nothing
-                return operator(*args)
-            key = (name, *_key(args))
+            memo, key, ends = place
             found = memo.find(key, last or ends)
             if found is None:
                 found = tuple(operator(*args))
@@ -85,6 +86,16 @@ def remembered(name: str, last: bool) -> Callable[[Callable[..., Any]], Callable
         return served
 
     return decorate
+
+
+def where(name: str, args: tuple[Any, ...]) -> tuple[Memo, Key, bool] | None:
+    """Where the operator's result at ``args`` is kept, within :func:`remembering`, and whether nothing more is."""
+    if not _open or not _worthwhile(args[0], args[1]):
+        return None
+    memo, ends = _open[-1]
+    if ends and not memo.holds(name):  # hashes would be for nothing
+        return None
+    return memo, (name, *_key(args)), ends
 
 
 def _worthwhile(q: Tensor, k: Tensor) -> bool:

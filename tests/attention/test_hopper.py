@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from sorder.kernels.hopper import dispatch
 from sorder.kernels.spec import AttentionSpec
+from sorder.ops import maps
 
+from . import oracle
 from .cases import BOUNDS, Case, make, parametrize
 from .test_maps import KERNELS, check, outputs
 
@@ -64,6 +67,50 @@ def test_against_the_oracle(case: Case, dtype: torch.dtype, deterministic: bool,
     p = make(case, dtype, "cuda")
     assert dispatch.serves(p.q, p.k, p.v, None, None, p.spec, *p.tangents[:3])
     check(outputs(KERNELS, case, dtype, "cuda"), BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+@parametrize([case for case in CASES if case.cotangent_tangents])
+def test_values_and_tangents_in_one_sweep(case: Case, all_sizes: None) -> None:
+    p = make(case, torch.bfloat16, "cuda")
+    found = maps.forward_tangent(p.q, p.k, p.v, None, None, *p.tangents, p.spec)
+    assert found is not None
+    want = p.expected()
+    results = {name: (got, want[name]) for name, got in zip(("o", "lse", "to", "tlse"), found, strict=False)}
+    check(results, BOUNDS[torch.bfloat16])
+    to, low = found[2].double(), found[4].double()
+    if to.norm() > 0:
+        assert 0 < low.norm() <= 2**-8 * to.norm()
+        assert oracle.relative_error(to + low, want["to"]) < oracle.relative_error(to, want["to"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_far_above_those_of_the_first_tile(d: int, causal: bool, all_sizes: None) -> None:
+    """In some tiles of rows, and in rows next to others, the first maximum is no measure of the weights."""
+    torch.manual_seed(0)
+    q, k, v, tq, tk, tv = (torch.randn(1, 3, 500, d, device="cuda", dtype=torch.bfloat16) for _ in range(6))
+    k[:, :, 200:203] *= 60.0
+    k[:, 1, 300:] *= 1e4  # beyond float32's exponents: weights would be infinite
+    q[:, 2, ::3] = 0.0
+    spec = AttentionSpec(d**-0.5, causal)
+    found = maps.forward_tangent(q, k, v, None, None, tq, tk, tv, None, spec)
+    assert found is not None
+    dense = functools.partial(oracle.dense, causal=causal)
+    primals, tangents = (tuple(x.double() for x in some) for some in ((q, k, v), (tq, tk, tv)))
+    (o, lse), (to, tlse) = torch.func.jvp(dense, primals, tangents)
+    check(dict(zip("abcd", zip(found, (o, lse, to, tlse), strict=False), strict=True)), BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.gpu
+def test_float16_and_partial_tangents_take_two_sweeps(all_sizes: None) -> None:
+    x = torch.randn(1, 2, 100, 64, device="cuda", dtype=torch.float16)
+    spec = AttentionSpec(0.125, True)
+    assert maps.forward_tangent(x, x, x, None, None, x, x, x, None, spec) is None
+    x = x.bfloat16()
+    assert maps.forward_tangent(x, x, x, None, None, x, x, x, None, spec) is not None
+    assert maps.forward_tangent(x, x, x, None, None, x, None, x, None, spec) is None
 
 
 @pytest.mark.gpu

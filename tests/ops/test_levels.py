@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
@@ -60,7 +61,23 @@ def rules(base: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     return Product
 
 
-OURS, THEIRS = rules(LeveledFunction), rules(torch.autograd.Function)
+OURS, THEIRS, JOINT = rules(LeveledFunction), rules(torch.autograd.Function), rules(LeveledFunction)
+joint_calls = 0
+
+
+def joint(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    global joint_calls
+    x, y, c = inputs
+    tx, ty, _ = tangents
+    if tx is None:  # another way
+        return None
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(a) for a in (x, y, tx))
+    joint_calls += 1
+    tangent = 3 * c.factor * x**2 * y * tx
+    return (c.factor * x**3 * y, None), (tangent if ty is None else tangent + c.factor * x**3 * ty, None)
+
+
+JOINT.joint = staticmethod(joint)  # type: ignore[attr-defined]
 
 
 class Seen(TorchFunctionMode):
@@ -127,6 +144,42 @@ PRODUCTS: dict[str, Callable[..., Any]] = {
 def test_is_as_pytorch_has_it(name: str) -> None:
     ours, theirs = (PRODUCTS[name](*setting(function)) for function in (OURS, THEIRS))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def live(f: Callable[..., Tensor], x: Tensor, t: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t)))
+
+
+def live_and_recorded(f: Callable[..., Tensor], x: Tensor, t: Tensor) -> Any:
+    with forward_ad.dual_level():
+        x = x.clone().requires_grad_()
+        out = forward_ad.unpack_dual(torch.autograd.grad(f(forward_ad.make_dual(x, t)), x)[0])
+        return out.primal, out.tangent
+
+
+# and how often values and tangents are computed together: once for each of two calls, unless one's x does not move
+JOINTLY: dict[str, tuple[Callable[..., Any], int]] = {
+    "jvp": (lambda f, x, t: jvp(f, (x,), (t,)), 1),
+    "jvp of grad": (lambda f, x, t: jvp(grad(f), (x,), (t,)), 1),
+    "grad of jvp": (lambda f, x, t: grad(lambda x: jvp(f, (x,), (t,))[1])(x), 0),
+    "vmap of jvp": (lambda f, x, t: vmap(lambda t: jvp(f, (x,), (t,))[1])(torch.eye(4).to(x)), 0),
+    "live dual numbers": (live, 1),
+    "live dual numbers, recorded": (live_and_recorded, 0),
+    "under a mode": (lambda f, x, t: jvp(lambda x: under_mode(f, x, t), (x,), (t,)), 0),
+    "a call without tangents": (lambda f, x, t: jvp(lambda y: f(x) * y, (t.sum(),), (t.sum(),)), 0),
+}
+
+
+@pytest.mark.parametrize("name", JOINTLY)
+def test_joint_values_and_tangents(name: str) -> None:
+    global joint_calls
+    product, times = JOINTLY[name]
+    theirs = product(*setting(THEIRS))
+    joint_calls = 0
+    f, x, t = setting(JOINT)
+    torch.testing.assert_close(product(f, x, t), theirs, rtol=1e-14, atol=0)
+    assert joint_calls == times
 
 
 def test_an_error_leaves_the_levels_as_they_were() -> None:

@@ -27,18 +27,13 @@ from sorder.kernels.hopper.tiles import (
     matrix_mask,
     matrix_pointers,
     new_barriers,
+    partial_sums,
     product,
     program_head_and_tile,
     thread_barrier,
     visible,
 )
 from sorder.kernels.spec import AttentionSpec
-
-
-@gluon.jit
-def _partial_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    """(ROWS, 8): sums over every eighth column, for which no thread needs another's elements."""
-    return gl.sum(gl.reshape(x, [ROWS, COLS // 8, 8]), 1)
 
 
 @gluon.jit
@@ -77,7 +72,7 @@ def _sweep(
         rounded = pts.to(dtype)
         acc = add_product(gl.convert_layout(rounded, operand), v, acc)
         drift = add_product(gl.convert_layout(rounded, summand), ones.permute((1, 0)), drift)
-        mu += _partial_sums(pts, ROWS, COLS)
+        mu += partial_sums(pts, ROWS, COLS)
     return acc, (mu, weight, drift)
 
 
@@ -127,7 +122,7 @@ def hopper_tangent_kernel(
     lse = load_lse(L, rows, n_q)
     acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, output))
     nothing = warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, sums_layout))
-    sums = (_partial_sums(gl.zeros([ROWS, COLS], gl.float32, scores), ROWS, COLS), nothing, nothing)
+    sums = (partial_sums(gl.zeros([ROWS, COLS], gl.float32, scores), ROWS, COLS), nothing, nothing)
     mbarrier.wait(resident_bar.index(0), 0)
     acc, sums = _sweep(
         (q, tq), ones, zero, descs, buffers, bars, key_head, lse, row0, 0, full, count, n_k, scale, acc, sums,

@@ -1,0 +1,249 @@
+"""F and J in one sweep on Hopper: 6 products a tile, and one exponential, for 2 + 5 products and two exponentials.
+
+Weights are P = exp2(S − m) for an m of each row, which every sum over keys shares and every quotient loses: with
+W = ΣP̃ and D = ΣṖ̃ of the weights rounded to bfloat16, as the products have them, and Ṗ = P∘Ṡ,
+
+    O = ΣP̃V / W,   Ȯ = (ΣP̃V̇ + ΣṖ̃V − D·O) / W,   L = m + log2 ΣP,   L̇ = ΣṖ / ΣP.
+
+O and Ȯ are quotients of sums over the same rounded weights, so a common offset of V cancels exactly.
+
+m is the largest score of the first tile of keys, and stays: to follow the maximum, as an online softmax does (Dao 2023,
+arXiv:2307.08691), would be to read the accumulators in every tile, for which the compiler lets no product overlap.
+bfloat16 has the exponents of float32, so a weight above 1 is as accurate as one below. Where a later score is so much
+larger that a row's ΣP exceeds 2⁶⁰, a program looks for the maxima and does its tile again; that is rare.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from sorder.kernels import launch
+from sorder.kernels.hopper import host
+from sorder.kernels.hopper.tiles import (
+    LOG2E,
+    add_product,
+    barriers_ready,
+    copy_tiles,
+    grouped,
+    head_index,
+    matrix_mask,
+    matrix_pointers,
+    new_barriers,
+    partial_sums,
+    product,
+    program_head_and_tile,
+    thread_barrier,
+    visible,
+)
+from sorder.kernels.spec import AttentionSpec
+
+_LARGE = gl.constexpr(2.0**60)
+
+
+@gluon.jit
+def _start(
+    descs, buffers, bars, key_head, base, count, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """The first copies of a pass over the keys; ``base`` is the number of tiles of the passes before."""
+    for i in gl.static_range(STAGES - 1):
+        copy_tiles(descs, buffers, bars, (base + i) % STAGES, key_head, i * COLS, i < count, COLS * D * 8)
+
+
+@gluon.jit
+def _scores(
+    q, buffer, stage, row0, col0, n_k, ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
+    scores: gl.constexpr,
+):  # fmt: skip
+    """Masked scores of one tile, for the maxima."""
+    k = buffer.index(stage).reshape([COLS, D])
+    s = product(q.index(0).reshape([ROWS, D]), k.permute((1, 0)), gl.zeros([ROWS, COLS], gl.float32, scores))
+    s = warpgroup_mma_wait(0, deps=(s,))
+    return gl.where(visible(row0, col0, n_k, ROWS, COLS, CAUSAL, scores), s, float("-inf"))
+
+
+@gluon.jit
+def _maxima(
+    q, top, descs, buffers, bars, key_head, row0, base, count, n_k,
+    ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    scores: gl.constexpr,
+):  # fmt: skip
+    """The largest score of every row, in a pass over the keys of its own."""
+    for i in range(count):
+        step = base + i
+        mbarrier.wait(bars.index(step % STAGES), (step // STAGES) & 1)
+        s = _scores(q, buffers[0], step % STAGES, row0, i * COLS, n_k, ROWS, COLS, D, CAUSAL, scores)
+        top = gl.maximum(top, gl.max(s, 1))
+        thread_barrier()
+        ahead = i + STAGES - 1
+        copy_tiles(
+            descs, buffers, bars, (base + ahead) % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8
+        )  # fmt: skip
+    return top
+
+
+@gluon.jit
+def _sweep(
+    resident, ones, zero, descs, buffers, bars, key_head, top, row0, base, start, stop, count, n_k, scale, acc, sums,
+    ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr, summand: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = resident[0].dtype
+    empty = gl.zeros([ROWS, COLS], gl.float32, scores)
+    o, to = acc
+    total, mu, weight, drift = sums
+    for i in range(start, stop):
+        step = base + i
+        stage = step % STAGES
+        mbarrier.wait(bars.index(stage), (step // STAGES) & 1)
+        q = resident[0].index(i * zero).reshape([ROWS, D])
+        tq = resident[1].index(i * zero).reshape([ROWS, D])
+        k = buffers[0].index(stage).reshape([COLS, D])
+        tk = buffers[1].index(stage).reshape([COLS, D])
+        v = buffers[2].index(stage).reshape([COLS, D])
+        tv = buffers[3].index(stage).reshape([COLS, D])
+        s = product(q, k.permute((1, 0)), empty)
+        ts = product(tq, k.permute((1, 0)), empty)
+        ts = add_product(q, tk.permute((1, 0)), ts)
+        s = warpgroup_mma_wait(2, deps=(s,))
+        thread_barrier()  # the tile before is done with
+        ahead = i + STAGES - 1
+        copy_tiles(
+            descs, buffers, bars, (base + ahead) % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8
+        )  # fmt: skip
+        p = gl.exp2(s * (scale * LOG2E) - top[:, None])
+        if MASKED:
+            p = gl.where(visible(row0, i * COLS, n_k, ROWS, COLS, CAUSAL, scores), p, 0.0)
+        rounded = p.to(dtype)
+        to = add_product(gl.convert_layout(rounded, operand), tv, to)
+        o = add_product(gl.convert_layout(rounded, operand), v, o)
+        weight = add_product(gl.convert_layout(rounded, summand), ones.permute((1, 0)), weight)
+        total += partial_sums(p, ROWS, COLS)
+        ts = warpgroup_mma_wait(3, deps=(ts,))
+        pts = p * (ts * scale)
+        rounded = pts.to(dtype)
+        to = add_product(gl.convert_layout(rounded, operand), v, to)
+        drift = add_product(gl.convert_layout(rounded, summand), ones.permute((1, 0)), drift)
+        mu += partial_sums(pts, ROWS, COLS)
+    return (o, to), (total, mu, weight, drift)
+
+
+@gluon.jit(do_not_specialize=host.SIZES)
+def hopper_forward_tangent_kernel(
+    q_desc, tq_desc, k_desc, tk_desc, v_desc, tv_desc, O, L, TO, LOW, TL,
+    o_strides, to_strides, low_strides,
+    lead1, lead2, heads, tiles, n_q, n_k, zero, scale,
+    WIDTH: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    z, tile = program_head_and_tile(heads)
+    row0 = (tiles - 1 - tile) * ROWS  # the heaviest causal rows first
+    head = head_index(z, lead1, lead2)
+    key_head = grouped(head, GROUP)
+    dtype: gl.constexpr = k_desc.dtype
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COLS, 16])
+    output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    eights: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 8, 16])
+    summand: gl.constexpr = gl.DotOperandLayout(0, eights, 2)
+    q = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, ROWS, D], q_desc.layout)
+    tq = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, ROWS, D], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
+    tk = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
+    tv = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
+    ones = gl.allocate_shared_memory(dtype, [8, COLS], gl.NVMMASharedLayout.get_default_for([8, COLS], dtype))
+    ones.store(gl.full([8, COLS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])))
+    bars = new_barriers(STAGES)
+    resident_bar = new_barriers(1)
+    barriers_ready()
+    copy_tiles((q_desc, tq_desc), (q, tq), resident_bar, 0, head, row0, True, ROWS * D * 4)
+    descs = (k_desc, tk_desc, v_desc, tv_desc)
+    buffers = (k, tk, v, tv)
+    if CAUSAL:
+        count = (gl.minimum(row0 + ROWS, n_k) + COLS - 1) // COLS
+        full = gl.minimum(row0 + 1, n_k) // COLS
+    else:
+        count = (n_k + COLS - 1) // COLS
+        full = n_k // COLS
+    _start(descs, buffers, bars, key_head, 0, count, COLS, D, STAGES)
+    mbarrier.wait(resident_bar.index(0), 0)
+    mbarrier.wait(bars.index(0), 0)
+    top = gl.max(_scores(q, k, 0, row0, 0, n_k, ROWS, COLS, D, CAUSAL, scores), 1) * (scale * LOG2E)
+    nothing = partial_sums(gl.zeros([ROWS, COLS], gl.float32, scores), ROWS, COLS)
+    no_matrix = gl.zeros([ROWS, D], gl.float32, output)
+    no_sum = gl.zeros([ROWS, 8], gl.float32, eights)
+    base = 0
+    o = no_matrix
+    to = no_matrix
+    total = gl.sum(nothing, 1)
+    mu = total
+    weight = no_sum
+    drift = no_sum
+    running = True
+    while running:
+        acc = (warpgroup_mma_init(no_matrix), warpgroup_mma_init(no_matrix))
+        sums = (nothing, nothing, warpgroup_mma_init(no_sum), warpgroup_mma_init(no_sum))
+        acc, sums = _sweep(
+            (q, tq), ones, zero, descs, buffers, bars, key_head, top, row0, base, 0, full, count, n_k, scale, acc,
+            sums, ROWS, COLS, D, STAGES, CAUSAL, False, scores, operand, summand,
+        )  # fmt: skip
+        acc, sums = _sweep(
+            (q, tq), ones, zero, descs, buffers, bars, key_head, top, row0, base, full, count, count, n_k, scale, acc,
+            sums, ROWS, COLS, D, STAGES, CAUSAL, True, scores, operand, summand,
+        )  # fmt: skip
+        o, to, weight, drift = warpgroup_mma_wait(0, deps=(acc[0], acc[1], sums[2], sums[3]))
+        total = gl.sum(sums[0], 1)
+        mu = gl.sum(sums[1], 1)
+        running = (gl.max(total, 0) > _LARGE) & (base == 0)
+        if running:
+            _start(descs, buffers, bars, key_head, count, count, COLS, D, STAGES)
+            top = _maxima(
+                q, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores)), descs, buffers, bars,
+                key_head, row0, count, count, n_k, ROWS, COLS, D, STAGES, CAUSAL, scores,
+            ) * (scale * LOG2E)  # fmt: skip
+            base = 2 * count
+            _start(descs, buffers, bars, key_head, base, count, COLS, D, STAGES)
+    total = gl.convert_layout(total, gl.SliceLayout(1, scores))
+    mu = gl.convert_layout(mu, gl.SliceLayout(1, scores))
+    rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
+    vectors = z.to(gl.int64) * n_q + rows
+    gl.store(L + vectors, (top + gl.log2(total)) * (1 / LOG2E), mask=rows < n_q)
+    gl.store(TL + vectors, mu / total, mask=rows < n_q)
+    weight = gl.sum(weight, 1) * (1 / 8)  # every column has the sum
+    drift = gl.sum(drift, 1) * (1 / 8)
+    inside = matrix_mask(row0, n_q, WIDTH, ROWS, D, output)
+    o = o / gl.convert_layout(weight, gl.SliceLayout(1, output))[:, None]
+    to = to / gl.convert_layout(weight, gl.SliceLayout(1, output))[:, None]
+    to -= gl.convert_layout(drift / weight, gl.SliceLayout(1, output))[:, None] * o
+    gl.store(matrix_pointers(O, head, o_strides, row0, ROWS, D, output), o.to(dtype), mask=inside)
+    high = to.to(dtype)
+    gl.store(matrix_pointers(TO, head, to_strides, row0, ROWS, D, output), high, mask=inside)
+    low = (to - high.to(gl.float32)).to(dtype)
+    gl.store(matrix_pointers(LOW, head, low_strides, row0, ROWS, D, output), low, mask=inside)
+
+
+def forward_tangent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor, spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(O, L, Ȯ, L̇, the part of Ȯ that its rounding loses) where :func:`dispatch.serves`, with all three tangents."""
+    heads = launch.Heads(q, k)
+    q, k, v, tq, tk, tv = heads.fold(q, k, v, tq, tk, tv)
+    o, to, low = (launch.new_matrix(q, v.shape[-1]) for _ in range(3))
+    lse, tl = (heads.new_row_vector(q) for _ in range(2))
+    width, config = host.block(q, v), host.settings("forward_tangent", q, v)
+    of = host.Descriptors(heads, width)
+    host.run(
+        hopper_forward_tangent_kernel, heads, config, q, k, spec,
+        (*of.matrices(config.rows, q, tq), *of.matrices(config.cols, k, tk, v, tv),
+         o, lse, to, low, tl, *heads.strides(o, to, low)),
+        WIDTH=v.shape[-1], width=width,
+    )  # fmt: skip
+    return heads.unfold(o), lse, heads.unfold(to), tl, heads.unfold(low)
