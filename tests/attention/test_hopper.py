@@ -79,8 +79,8 @@ def test_values_and_tangents_in_one_sweep(case: Case, all_sizes: None) -> None:
     results = {name: (got, want[name]) for name, got in zip(("o", "lse", "to", "tlse"), found, strict=False)}
     check(results, BOUNDS[torch.bfloat16])
     to, low = found[2].double(), found[4].double()
-    if to.norm() > 0:
-        assert 0 < low.norm() <= 2**-8 * to.norm()
+    assert low.norm() <= 2**-8 * to.norm()
+    if p.k.shape[-2] > 1:  # else Ȯ is V̇
         assert oracle.relative_error(to + low, want["to"]) < oracle.relative_error(to, want["to"])
 
 
