@@ -10,7 +10,8 @@ O and Ȯ are quotients of sums over the same rounded weights, so a common offset
 m is the largest score of the first tile of keys, and stays: to follow the maximum, as an online softmax does (Dao 2023,
 arXiv:2307.08691), would be to read the accumulators in every tile, for which the compiler lets no product overlap.
 bfloat16 has the exponents of float32, so a weight above 1 is as accurate as one below. Where a later score is so much
-larger that a row's ΣP exceeds 2⁶⁰, a program looks for the maxima and does its tile again; that is rare.
+larger that a row's ΣP exceeds 2⁶⁰, L is left infinite, and a second launch, whose other programs have nothing to do,
+looks for that tile's maxima and does it again.
 """
 
 from __future__ import annotations
@@ -70,20 +71,19 @@ def _scores(
 
 @gluon.jit
 def _maxima(
-    q, top, descs, buffers, bars, key_head, row0, base, count, n_k,
+    q, top, descs, buffers, bars, key_head, row0, count, n_k,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     scores: gl.constexpr,
 ):  # fmt: skip
     """The largest score of every row, in a pass over the keys of its own."""
     for i in range(count):
-        step = base + i
-        mbarrier.wait(bars.index(step % STAGES), (step // STAGES) & 1)
-        s = _scores(q, buffers[0], step % STAGES, row0, i * COLS, n_k, ROWS, COLS, D, CAUSAL, scores)
+        mbarrier.wait(bars.index(i % STAGES), (i // STAGES) & 1)
+        s = _scores(q, buffers[0], i % STAGES, row0, i * COLS, n_k, ROWS, COLS, D, CAUSAL, scores)
         top = gl.maximum(top, gl.max(s, 1))
         thread_barrier()
         ahead = i + STAGES - 1
         copy_tiles(
-            descs, buffers, bars, (base + ahead) % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8
+            descs, buffers, bars, ahead % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8
         )  # fmt: skip
     return top
 
@@ -134,16 +134,24 @@ def _sweep(
     return (o, to), (total, mu, weight, drift)
 
 
-@gluon.jit(do_not_specialize=host.SIZES)
-def hopper_forward_tangent_kernel(
-    q_desc, tq_desc, k_desc, tk_desc, v_desc, tv_desc, O, L, TO, LOW, TL,
-    o_strides, to_strides, low_strides,
-    lead1, lead2, heads, tiles, n_q, n_k, zero, scale,
+@gluon.jit
+def _is_wanted(L, row0, n_q, ROWS: gl.constexpr, REDO: gl.constexpr, num_warps: gl.constexpr):
+    """Whether a program has something to do: in the second launch, if the first found a row's ΣP too large."""
+    if REDO:
+        rows = row0 + gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+        wanted = gl.max(gl.load(L + rows, mask=rows < n_q, other=float("-inf")), 0) == float("inf")
+    else:
+        wanted = n_q > 0
+    return wanted
+
+
+@gluon.jit
+def _program(
+    q_desc, tq_desc, k_desc, tk_desc, v_desc, tv_desc, O, L, TO, LOW, TL, o_strides, to_strides, low_strides,
+    lead1, lead2, n_q, n_k, zero, scale, z, row0,
     WIDTH: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, REDO: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    z, tile = program_head_and_tile(heads)
-    row0 = (tiles - 1 - tile) * ROWS  # the heaviest causal rows first
     head = head_index(z, lead1, lead2)
     key_head = grouped(head, GROUP)
     dtype: gl.constexpr = k_desc.dtype
@@ -172,49 +180,46 @@ def hopper_forward_tangent_kernel(
     else:
         count = (n_k + COLS - 1) // COLS
         full = n_k // COLS
-    _start(descs, buffers, bars, key_head, 0, count, COLS, D, STAGES)
-    mbarrier.wait(resident_bar.index(0), 0)
-    mbarrier.wait(bars.index(0), 0)
-    top = gl.max(_scores(q, k, 0, row0, 0, n_k, ROWS, COLS, D, CAUSAL, scores), 1) * (scale * LOG2E)
-    nothing = partial_sums(gl.zeros([ROWS, COLS], gl.float32, scores), ROWS, COLS)
-    no_matrix = gl.zeros([ROWS, D], gl.float32, output)
-    no_sum = gl.zeros([ROWS, 8], gl.float32, eights)
-    base = 0
-    o = no_matrix
-    to = no_matrix
-    total = gl.sum(nothing, 1)
-    mu = total
-    weight = no_sum
-    drift = no_sum
-    running = True
-    while running:
-        acc = (warpgroup_mma_init(no_matrix), warpgroup_mma_init(no_matrix))
-        sums = (nothing, nothing, warpgroup_mma_init(no_sum), warpgroup_mma_init(no_sum))
-        acc, sums = _sweep(
-            (q, tq), ones, zero, descs, buffers, bars, key_head, top, row0, base, 0, full, count, n_k, scale, acc,
-            sums, ROWS, COLS, D, STAGES, CAUSAL, False, scores, operand, summand,
-        )  # fmt: skip
-        acc, sums = _sweep(
-            (q, tq), ones, zero, descs, buffers, bars, key_head, top, row0, base, full, count, count, n_k, scale, acc,
-            sums, ROWS, COLS, D, STAGES, CAUSAL, True, scores, operand, summand,
-        )  # fmt: skip
-        o, to, weight, drift = warpgroup_mma_wait(0, deps=(acc[0], acc[1], sums[2], sums[3]))
-        total = gl.sum(sums[0], 1)
-        mu = gl.sum(sums[1], 1)
-        running = (gl.max(total, 0) > _LARGE) & (base == 0)
-        if running:
-            _start(descs, buffers, bars, key_head, count, count, COLS, D, STAGES)
-            top = _maxima(
-                q, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores)), descs, buffers, bars,
-                key_head, row0, count, count, n_k, ROWS, COLS, D, STAGES, CAUSAL, scores,
-            ) * (scale * LOG2E)  # fmt: skip
-            base = 2 * count
-            _start(descs, buffers, bars, key_head, base, count, COLS, D, STAGES)
-    total = gl.convert_layout(total, gl.SliceLayout(1, scores))
-    mu = gl.convert_layout(mu, gl.SliceLayout(1, scores))
+    base = count if REDO else 0
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
     vectors = z.to(gl.int64) * n_q + rows
-    gl.store(L + vectors, (top + gl.log2(total)) * (1 / LOG2E), mask=rows < n_q)
+    _start(descs, buffers, bars, key_head, 0, count, COLS, D, STAGES)
+    mbarrier.wait(resident_bar.index(0), 0)
+    if REDO:
+        low = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
+        top = _maxima(
+            q, low, descs, buffers, bars, key_head, row0, count, n_k, ROWS, COLS, D, STAGES, CAUSAL, scores
+        ) * (scale * LOG2E)  # fmt: skip
+        _start(descs, buffers, bars, key_head, base, count, COLS, D, STAGES)
+    else:
+        mbarrier.wait(bars.index(0), 0)
+        top = gl.max(_scores(q, k, 0, row0, 0, n_k, ROWS, COLS, D, CAUSAL, scores), 1) * (scale * LOG2E)
+    nothing = partial_sums(gl.zeros([ROWS, COLS], gl.float32, scores), ROWS, COLS)
+    acc = (
+        warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, output)),
+        warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, output)),
+    )
+    sums = (
+        nothing,
+        nothing,
+        warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, eights)),
+        warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, eights)),
+    )
+    acc, sums = _sweep(
+        (q, tq), ones, zero, descs, buffers, bars, key_head, top, row0, base, 0, full, count, n_k, scale, acc, sums,
+        ROWS, COLS, D, STAGES, CAUSAL, False, scores, operand, summand,
+    )  # fmt: skip
+    acc, sums = _sweep(
+        (q, tq), ones, zero, descs, buffers, bars, key_head, top, row0, base, full, count, count, n_k, scale, acc, sums,
+        ROWS, COLS, D, STAGES, CAUSAL, True, scores, operand, summand,
+    )  # fmt: skip
+    o, to, weight, drift = warpgroup_mma_wait(0, deps=(acc[0], acc[1], sums[2], sums[3]))
+    total = gl.convert_layout(gl.sum(sums[0], 1), gl.SliceLayout(1, scores))
+    mu = gl.convert_layout(gl.sum(sums[1], 1), gl.SliceLayout(1, scores))
+    lse = (top + gl.log2(total)) * (1 / LOG2E)
+    if not REDO:
+        lse = gl.where(total <= _LARGE, lse, float("inf"))  # to be done again
+    gl.store(L + vectors, lse, mask=rows < n_q)
     gl.store(TL + vectors, mu / total, mask=rows < n_q)
     weight = gl.sum(weight, 1) * (1 / 8)  # every column has the sum
     drift = gl.sum(drift, 1) * (1 / 8)
@@ -229,6 +234,24 @@ def hopper_forward_tangent_kernel(
     gl.store(matrix_pointers(LOW, head, low_strides, row0, ROWS, D, output), low, mask=inside)
 
 
+@gluon.jit(do_not_specialize=host.SIZES)
+def hopper_forward_tangent_kernel(
+    q_desc, tq_desc, k_desc, tk_desc, v_desc, tv_desc, O, L, TO, LOW, TL,
+    o_strides, to_strides, low_strides,
+    lead1, lead2, heads, tiles, n_q, n_k, zero, scale,
+    WIDTH: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, GROUP: gl.constexpr, REDO: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    z, tile = program_head_and_tile(heads)
+    row0 = (tiles - 1 - tile) * ROWS  # the heaviest causal rows first
+    if _is_wanted(L + z.to(gl.int64) * n_q, row0, n_q, ROWS, REDO, num_warps):
+        _program(
+            q_desc, tq_desc, k_desc, tk_desc, v_desc, tv_desc, O, L, TO, LOW, TL, o_strides, to_strides, low_strides,
+            lead1, lead2, n_q, n_k, zero, scale, z, row0,
+            WIDTH, D, ROWS, COLS, STAGES, CAUSAL, GROUP, REDO, num_warps,
+        )  # fmt: skip
+
+
 def forward_tangent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor, spec: AttentionSpec,
@@ -240,10 +263,13 @@ def forward_tangent(
     lse, tl = (heads.new_row_vector(q) for _ in range(2))
     width, config = host.block(q, v), host.settings("forward_tangent", q, v)
     of = host.Descriptors(heads, width)
-    host.run(
-        hopper_forward_tangent_kernel, heads, config, q, k, spec,
-        (*of.matrices(config.rows, q, tq), *of.matrices(config.cols, k, tk, v, tv),
-         o, lse, to, low, tl, *heads.strides(o, to, low)),
-        WIDTH=v.shape[-1], width=width,
+    arguments = (
+        *of.matrices(config.rows, q, tq), *of.matrices(config.cols, k, tk, v, tv), o, lse, to, low, tl,
+        *heads.strides(o, to, low),
     )  # fmt: skip
+    for redo in (False, True):
+        host.run(
+            hopper_forward_tangent_kernel, heads, config, q, k, spec, arguments,
+            WIDTH=v.shape[-1], width=width, REDO=redo,
+        )  # fmt: skip
     return heads.unfold(o), lse, heads.unfold(to), tl, heads.unfold(low)
