@@ -58,26 +58,49 @@ def _expect_rows(
 
 
 @gluon.jit
-def _copy_rows(
-    descs, buffers, bars, vector_desc, vectors, vector_bar, step, at, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-):  # fmt: skip
-    """Starts the copies of the ``step``-th tile of rows: the tiles from ``first`` on, head after head of the group."""
+def _place(step, at, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """Where the ``step``-th tile of rows lies: the tiles from ``first`` on, head after head of the group."""
     head, z, first, steps, row_tiles = at
-    stage = step % STAGES
     member = step // steps if GROUP > 1 else 0
     tile = first + step - member * steps
-    there = step < GROUP * steps
-    place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
-    for j in gl.static_range(len(descs)):
-        async_load(descs[j], place, bars[j].index(stage), buffers[j].index(stage), pred=there)
-    vector = (z * GROUP + member) * row_tiles + tile
-    async_load(vector_desc, [vector, 0], vector_bar.index(stage), vectors.index(stage), pred=there)
+    return [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0], (z * GROUP + member) * row_tiles + tile
+
+
+@gluon.jit
+def _copy_rows(
+    descs, buffers, bars, vector_desc, vectors, vector_bar, step, at, HALF: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of the ``step``-th tile of rows: of Q, dO and the scalars, or of Q̇ and dȮ.
+
+    The compiler makes all threads meet between two copies to one buffer.
+    """
+    stage = step % STAGES
+    place, vector = _place(step, at, ROWS, GROUP)
+    there = step < GROUP * at[3]
+    for j in gl.static_range(HALF, len(descs), 2):
+        half = _half(buffers[j // 2].index(stage), HALF, ROWS)
+        async_load(descs[j], place, bars[j].index(stage), half, pred=there)
+    if HALF == 0:
+        async_load(vector_desc, [vector, 0], vector_bar.index(stage), vectors.index(stage), pred=there)
 
 
 @gluon.jit
 def _row_vector(vectors, stage, j: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     return vectors.index(stage).slice(j * ROWS, ROWS, dim=1).load(layout)
+
+
+@gluon.jit
+def _half(pair, j: gl.constexpr, ROWS: gl.constexpr):
+    """One of two matrices whose tiles are the rows of one buffer, one above the other."""
+    return pair.slice(j * ROWS, ROWS, dim=len(pair.shape) - 2)
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, layout: gl.constexpr):
+    """The products with either half, which lie in registers of their own."""
+    left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, ROWS]), [0, 2, 1]))
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -122,6 +145,8 @@ def _sweep(
     dtype: gl.constexpr = resident[0].dtype
     _, _, first, steps, _ = at
     empty = gl.zeros([COLS, ROWS], gl.float32, scores)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * ROWS, 16])
+    empty_pair = gl.zeros([COLS, 2 * ROWS], gl.float32, wide)
     # The first row that sees a key; none sees one beyond the end, where weights of scores 0 may be infinite.
     cols = col0 + gl.arange(0, COLS, layout=gl.SliceLayout(1, scores))
     since = gl.where(cols < n_k, cols if CAUSAL else 0, 2147483647)
@@ -133,47 +158,57 @@ def _sweep(
         tk = resident[1].index(i * zero).reshape([COLS, D])
         v = resident[2].index(i * zero).reshape([COLS, D])
         tv = resident[3].index(i * zero).reshape([COLS, D])
-        q = buffers[0].index(stage).reshape([ROWS, D])
-        tq = buffers[1].index(stage).reshape([ROWS, D])
-        do = buffers[2].index(stage).reshape([ROWS, D])
+        queries = buffers[0].index(stage).reshape([2 * ROWS, D])
+        q, tq = _half(queries, 0, ROWS), _half(queries, 1, ROWS)
         tds_before = _weights(tds_buffer, (step + STAGES - 1) % STAGES if LENT else i * zero, COLS, ROWS)
         dq = _query_products(_weights(ds_buffer, i * zero, COLS, ROWS), tds_before, k, tk, ROWS, D, sums)
-        mbarrier.wait(bars[0].index(stage), phase)
-        s = product(k, q.permute((1, 0)), empty)
-        mbarrier.wait(bars[1].index(stage), phase)
-        ts = product(k, tq.permute((1, 0)), empty)
-        ts = add_product(tk, q.permute((1, 0)), ts)
-        dq = warpgroup_mma_wait(3, deps=(dq,))
+        for j in gl.static_range(len(bars)):
+            mbarrier.wait(bars[j].index(stage), phase)
+        mbarrier.wait(vector_bar.index(stage), phase)
+        k_scores = product(k, queries.permute((1, 0)), empty_pair)
+        tk_scores = product(tk, q.permute((1, 0)), empty)
+        dq = warpgroup_mma_wait(2, deps=(dq,))
         _add_queries(DQ, dq, step, at, ROWS, D, GROUP, num_warps)
         thread_barrier()  # the tile before is done with
         _copy_rows(
-            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, ROWS, STAGES, GROUP
+            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, 0, ROWS, STAGES, GROUP
         )  # fmt: skip
-        mbarrier.wait(bars[2].index(stage), phase)
-        dp = product(v, do.permute((1, 0)), empty)
-        s = warpgroup_mma_wait(3, deps=(s,))
-        mbarrier.wait(vector_bar.index(stage), phase)
+        _copy_rows(
+            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, 1, ROWS, STAGES, GROUP
+        )  # fmt: skip
+        thread_barrier()
+        if DUAL:
+            cotangents = buffers[1].index(stage).reshape([2 * ROWS, D])
+            do, tdo = _half(cotangents, 0, ROWS), _half(cotangents, 1, ROWS)
+            dp = product(v, cotangents.permute((1, 0)), empty_pair)
+        else:
+            do = buffers[1].index(stage).reshape([ROWS, D])
+            dp = product(v, do.permute((1, 0)), empty)
+        k_scores = warpgroup_mma_wait(2, deps=(k_scores,))
+        s, ts = _halves(k_scores, ROWS, scores)
         p = gl.exp2(s * (scale * LOG2E) - _row_vector(vectors, stage, 0, ROWS, scores))
         rows = (first + i) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
         p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
-        ts = warpgroup_mma_wait(1, deps=(ts,))
-        tp = p * (ts * scale - _row_vector(vectors, stage, 1, ROWS, scores))
+        tk_scores = warpgroup_mma_wait(1, deps=(tk_scores,))
+        tp = p * ((ts + tk_scores) * scale - _row_vector(vectors, stage, 1, ROWS, scores))
         dv = add_product(gl.convert_layout(tp.to(dtype), operand), do, dv)
         tdp = product(tv, do.permute((1, 0)), empty)
         if DUAL:
-            mbarrier.wait(bars[3].index(stage), phase)
-            tdo = buffers[3].index(stage).reshape([ROWS, D])
             dv = add_product(gl.convert_layout(p.to(dtype), operand), tdo, dv)
-            tdp = add_product(v, tdo.permute((1, 0)), tdp)
+            dp = warpgroup_mma_wait(2, deps=(dp,))
+            dp, v_tdo = _halves(dp, ROWS, scores)
+        else:
+            dp = warpgroup_mma_wait(1, deps=(dp,))
         delta = _row_vector(vectors, stage, 2, ROWS, scores)
         tdelta = _row_vector(vectors, stage, 3, ROWS, scores)
-        dp = warpgroup_mma_wait(3 if DUAL else 1, deps=(dp,))
         centred = dp - delta
         ds = (p * centred).to(dtype)
         tp = tp * centred
         dk = add_product(gl.convert_layout(ds, operand), tq, dk)
         _weights(ds_buffer, i * zero, COLS, ROWS).store(ds)
         tdp = warpgroup_mma_wait(1, deps=(tdp,))
+        if DUAL:
+            tdp += v_tdo
         tds = (tp + p * (tdp - tdelta)).to(dtype)
         dk = add_product(gl.convert_layout(tds, operand), q, dk)
         _weights(tds_buffer, stage if LENT else i * zero, COLS, ROWS).store(tds)
@@ -204,9 +239,8 @@ def hopper_backward_tangent_kernel(
     tk = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, COLS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, COLS, D], k_desc.layout)
     tv = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, COLS, D], k_desc.layout)
-    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, D], q_desc.layout)
-    tq = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, D], q_desc.layout)
-    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, D], q_desc.layout)
+    queries = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, 2 * ROWS, D], q_desc.layout)
+    cotangents = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, (2 if DUAL else 1) * ROWS, D], q_desc.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 4 * ROWS], vector_desc.layout)
     weights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS, ROWS], dtype)
     ds_buffer = gl.allocate_shared_memory(dtype, [1, COLS, ROWS], weights)
@@ -214,17 +248,15 @@ def hopper_backward_tangent_kernel(
     _weights(ds_buffer, 0, COLS, ROWS).store(nothing)
     # dȮ's place is free when dṡ is there: a buffer less, without which two programs would not fit.
     LENT: gl.constexpr = DUAL and COLS == D and ROWS == D
+    buffers = (queries, cotangents)
     if DUAL:
-        tdo = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, D], q_desc.layout)
         descs = (q_desc, tq_desc, do_desc, tdo_desc)
-        buffers = (q, tq, do, tdo)
         bars = (new_barriers(STAGES), new_barriers(STAGES), new_barriers(STAGES), new_barriers(STAGES))
     else:
         descs = (q_desc, tq_desc, do_desc)
-        buffers = (q, tq, do)
         bars = (new_barriers(STAGES), new_barriers(STAGES), new_barriers(STAGES))
     if LENT:
-        tds_buffer = tdo
+        tds_buffer = cotangents.slice(ROWS, ROWS, dim=4)
     else:
         tds_buffer = gl.allocate_shared_memory(dtype, [1, COLS, ROWS], weights)
     _weights(tds_buffer, STAGES - 1 if LENT else 0, COLS, ROWS).store(nothing)
@@ -241,7 +273,9 @@ def hopper_backward_tangent_kernel(
         _expect_rows(bars, vector_bar, i, MEMBERS * steps, ROWS, D, STAGES)
     thread_barrier()
     for i in gl.static_range(STAGES - 1):
-        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, ROWS, STAGES, MEMBERS)
+        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, 0, ROWS, STAGES, MEMBERS)
+        thread_barrier()
+        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, 1, ROWS, STAGES, MEMBERS)
     dk = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     dv = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     mbarrier.wait(resident_bar.index(0), 0)
