@@ -105,7 +105,8 @@ def _halves(x, ROWS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _weights(buffer, stage, COLS: gl.constexpr, ROWS: gl.constexpr):
-    return buffer.index(stage).reshape([COLS, ROWS])
+    height: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
+    return buffer.index(stage).reshape([height, ROWS]).slice(height - COLS, COLS, dim=0)
 
 
 @gluon.jit
@@ -256,7 +257,7 @@ def hopper_backward_tangent_kernel(
         descs = (q_desc, tq_desc, do_desc)
         bars = (new_barriers(STAGES), new_barriers(STAGES), new_barriers(STAGES))
     if LENT:
-        tds_buffer = cotangents.slice(ROWS, ROWS, dim=4)
+        tds_buffer = cotangents
     else:
         tds_buffer = gl.allocate_shared_memory(dtype, [1, COLS, ROWS], weights)
     _weights(tds_buffer, STAGES - 1 if LENT else 0, COLS, ROWS).store(nothing)
