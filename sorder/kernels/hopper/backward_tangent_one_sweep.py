@@ -58,42 +58,43 @@ def _expect_rows(
 
 
 @gluon.jit
-def _place(step, at, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Where the ``step``-th tile of rows lies: the tiles from ``first`` on, head after head of the group."""
-    head, z, first, steps, row_tiles = at
-    member = step // steps if GROUP > 1 else 0
-    tile = first + step - member * steps
-    return [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0], (z * GROUP + member) * row_tiles + tile
+def _rows(tile, j: gl.constexpr, ROWS: gl.constexpr):
+    """The rows of matrix ``j`` in a tile of its buffer: all, or the lower half where two matrices share a buffer."""
+    HEIGHT: gl.constexpr = tile.shape[len(tile.shape) - 2]
+    return tile.slice(j % 2 * (HEIGHT - ROWS), ROWS, dim=len(tile.shape) - 2)
+
+
+@gluon.jit
+def _tile(buffer, stage):
+    return buffer.index(stage).reshape([buffer.shape[4], buffer.shape[5]])
 
 
 @gluon.jit
 def _copy_rows(
-    descs, buffers, bars, vector_desc, vectors, vector_bar, step, at, HALF: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr,
+    descs, buffers, bars, vector_desc, vectors, vector_bar, step, at, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of the ``step``-th tile of rows: of Q, dO and the scalars, or of Q̇ and dȮ.
+    """Starts the copies of the ``step``-th tile of rows: the tiles from ``first`` on, head after head of the group.
 
-    The compiler makes all threads meet between two copies to one buffer.
+    The tangents come last: the compiler makes all threads meet between two copies to one buffer.
     """
+    head, z, first, steps, row_tiles = at
     stage = step % STAGES
-    place, vector = _place(step, at, ROWS, GROUP)
-    there = step < GROUP * at[3]
-    for j in gl.static_range(HALF, len(descs), 2):
-        half = _half(buffers[j // 2].index(stage), HALF, ROWS)
-        async_load(descs[j], place, bars[j].index(stage), half, pred=there)
-    if HALF == 0:
-        async_load(vector_desc, [vector, 0], vector_bar.index(stage), vectors.index(stage), pred=there)
+    member = step // steps if GROUP > 1 else 0
+    tile = first + step - member * steps
+    there = step < GROUP * steps
+    place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
+    vector = (z * GROUP + member) * row_tiles + tile
+    for j in gl.static_range(0, len(descs), 2):
+        async_load(descs[j], place, bars[j].index(stage), _rows(buffers[j].index(stage), j, ROWS), pred=there)
+    async_load(vector_desc, [vector, 0], vector_bar.index(stage), vectors.index(stage), pred=there)
+    for j in gl.static_range(1, len(descs), 2):
+        async_load(descs[j], place, bars[j].index(stage), _rows(buffers[j].index(stage), j, ROWS), pred=there)
 
 
 @gluon.jit
 def _row_vector(vectors, stage, j: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     return vectors.index(stage).slice(j * ROWS, ROWS, dim=1).load(layout)
-
-
-@gluon.jit
-def _half(pair, j: gl.constexpr, ROWS: gl.constexpr):
-    """One of two matrices whose tiles are the rows of one buffer, one above the other."""
-    return pair.slice(j * ROWS, ROWS, dim=len(pair.shape) - 2)
 
 
 @gluon.jit
@@ -105,8 +106,7 @@ def _halves(x, ROWS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _weights(buffer, stage, COLS: gl.constexpr, ROWS: gl.constexpr):
-    height: gl.constexpr = buffer.shape[len(buffer.shape) - 2]
-    return buffer.index(stage).reshape([height, ROWS]).slice(height - COLS, COLS, dim=0)
+    return buffer.index(stage).reshape([COLS, ROWS])
 
 
 @gluon.jit
@@ -140,7 +140,7 @@ def _sweep(
     resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at, member,
     col0, n_k, scale, dk, dv,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
+    CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, PAIRED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
     sums: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = resident[0].dtype
@@ -159,47 +159,53 @@ def _sweep(
         tk = resident[1].index(i * zero).reshape([COLS, D])
         v = resident[2].index(i * zero).reshape([COLS, D])
         tv = resident[3].index(i * zero).reshape([COLS, D])
-        queries = buffers[0].index(stage).reshape([2 * ROWS, D])
-        q, tq = _half(queries, 0, ROWS), _half(queries, 1, ROWS)
+        q = _rows(_tile(buffers[0], stage), 0, ROWS)
+        tq = _rows(_tile(buffers[1], stage), 1, ROWS)
+        do = _rows(_tile(buffers[2], stage), 2, ROWS)
         tds_before = _weights(tds_buffer, (step + STAGES - 1) % STAGES if LENT else i * zero, COLS, ROWS)
         dq = _query_products(_weights(ds_buffer, i * zero, COLS, ROWS), tds_before, k, tk, ROWS, D, sums)
         for j in gl.static_range(len(bars)):
             mbarrier.wait(bars[j].index(stage), phase)
         mbarrier.wait(vector_bar.index(stage), phase)
-        k_scores = product(k, queries.permute((1, 0)), empty_pair)
-        tk_scores = product(tk, q.permute((1, 0)), empty)
-        dq = warpgroup_mma_wait(2, deps=(dq,))
+        if PAIRED:
+            s = product(k, _tile(buffers[0], stage).permute((1, 0)), empty_pair)
+            ts = product(tk, q.permute((1, 0)), empty)
+        else:
+            s = product(k, q.permute((1, 0)), empty)
+            ts = product(k, tq.permute((1, 0)), empty)
+            ts = add_product(tk, q.permute((1, 0)), ts)
+        dq = warpgroup_mma_wait(2 if PAIRED else 3, deps=(dq,))
         _add_queries(DQ, dq, step, at, ROWS, D, GROUP, num_warps)
         thread_barrier()  # the tile before is done with
         _copy_rows(
-            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, 0, ROWS, STAGES, GROUP
+            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, ROWS, STAGES, GROUP
         )  # fmt: skip
-        _copy_rows(
-            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, 1, ROWS, STAGES, GROUP
-        )  # fmt: skip
-        thread_barrier()
-        if DUAL:
-            cotangents = buffers[1].index(stage).reshape([2 * ROWS, D])
-            do, tdo = _half(cotangents, 0, ROWS), _half(cotangents, 1, ROWS)
-            dp = product(v, cotangents.permute((1, 0)), empty_pair)
+        if PAIRED:
+            thread_barrier()  # otherwise the compiler puts one before the first product with Q̇
+        if PAIRED and DUAL:
+            dp = product(v, _tile(buffers[2], stage).permute((1, 0)), empty_pair)
         else:
-            do = buffers[1].index(stage).reshape([ROWS, D])
             dp = product(v, do.permute((1, 0)), empty)
-        k_scores = warpgroup_mma_wait(2, deps=(k_scores,))
-        s, ts = _halves(k_scores, ROWS, scores)
+        s = warpgroup_mma_wait(2 if PAIRED else 3, deps=(s,))
+        if PAIRED:
+            s, k_tq = _halves(s, ROWS, scores)
         p = gl.exp2(s * (scale * LOG2E) - _row_vector(vectors, stage, 0, ROWS, scores))
         rows = (first + i) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
         p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
-        tk_scores = warpgroup_mma_wait(1, deps=(tk_scores,))
-        tp = p * ((ts + tk_scores) * scale - _row_vector(vectors, stage, 1, ROWS, scores))
+        ts = warpgroup_mma_wait(1, deps=(ts,))
+        if PAIRED:
+            ts += k_tq
+        tp = p * (ts * scale - _row_vector(vectors, stage, 1, ROWS, scores))
         dv = add_product(gl.convert_layout(tp.to(dtype), operand), do, dv)
         tdp = product(tv, do.permute((1, 0)), empty)
         if DUAL:
+            tdo = _rows(_tile(buffers[3], stage), 3, ROWS)
             dv = add_product(gl.convert_layout(p.to(dtype), operand), tdo, dv)
-            dp = warpgroup_mma_wait(2, deps=(dp,))
+            if not PAIRED:
+                tdp = add_product(v, tdo.permute((1, 0)), tdp)
+        dp = warpgroup_mma_wait((2 if PAIRED else 3) if DUAL else 1, deps=(dp,))
+        if PAIRED and DUAL:
             dp, v_tdo = _halves(dp, ROWS, scores)
-        else:
-            dp = warpgroup_mma_wait(1, deps=(dp,))
         delta = _row_vector(vectors, stage, 2, ROWS, scores)
         tdelta = _row_vector(vectors, stage, 3, ROWS, scores)
         centred = dp - delta
@@ -208,7 +214,7 @@ def _sweep(
         dk = add_product(gl.convert_layout(ds, operand), tq, dk)
         _weights(ds_buffer, i * zero, COLS, ROWS).store(ds)
         tdp = warpgroup_mma_wait(1, deps=(tdp,))
-        if DUAL:
+        if PAIRED and DUAL:
             tdp += v_tdo
         tds = (tp + p * (tdp - tdelta)).to(dtype)
         dk = add_product(gl.convert_layout(tds, operand), q, dk)
@@ -231,6 +237,7 @@ def hopper_backward_tangent_kernel(
     col0 = tile * COLS  # the heaviest causal keys first
     MEMBERS: gl.constexpr = GROUP // SPLITS  # query heads of a program; a split counts as a key head of its own
     head = head_index(z, lead1, lead2)
+    PAIRED: gl.constexpr = D > 64
     dtype: gl.constexpr = k_desc.dtype
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     output: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
@@ -240,8 +247,9 @@ def hopper_backward_tangent_kernel(
     tk = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, COLS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, COLS, D], k_desc.layout)
     tv = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, COLS, D], k_desc.layout)
-    queries = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, 2 * ROWS, D], q_desc.layout)
-    cotangents = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, (2 if DUAL else 1) * ROWS, D], q_desc.layout)
+    q = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, 2 * ROWS if PAIRED else ROWS, D], q_desc.layout)
+    tq = q if PAIRED else gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, D], q_desc.layout)
+    do = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, 2 * ROWS if PAIRED and DUAL else ROWS, D], q_desc.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 4 * ROWS], vector_desc.layout)
     weights: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS, ROWS], dtype)
     ds_buffer = gl.allocate_shared_memory(dtype, [1, COLS, ROWS], weights)
@@ -249,15 +257,17 @@ def hopper_backward_tangent_kernel(
     _weights(ds_buffer, 0, COLS, ROWS).store(nothing)
     # dȮ's place is free when dṡ is there: a buffer less, without which two programs would not fit.
     LENT: gl.constexpr = DUAL and COLS == D and ROWS == D
-    buffers = (queries, cotangents)
     if DUAL:
+        tdo = do if PAIRED else gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, ROWS, D], q_desc.layout)
+        buffers = (q, tq, do, tdo)
         descs = (q_desc, tq_desc, do_desc, tdo_desc)
         bars = (new_barriers(STAGES), new_barriers(STAGES), new_barriers(STAGES), new_barriers(STAGES))
     else:
+        buffers = (q, tq, do)
         descs = (q_desc, tq_desc, do_desc)
         bars = (new_barriers(STAGES), new_barriers(STAGES), new_barriers(STAGES))
     if LENT:
-        tds_buffer = cotangents
+        tds_buffer = tdo
     else:
         tds_buffer = gl.allocate_shared_memory(dtype, [1, COLS, ROWS], weights)
     _weights(tds_buffer, STAGES - 1 if LENT else 0, COLS, ROWS).store(nothing)
@@ -274,9 +284,7 @@ def hopper_backward_tangent_kernel(
         _expect_rows(bars, vector_bar, i, MEMBERS * steps, ROWS, D, STAGES)
     thread_barrier()
     for i in gl.static_range(STAGES - 1):
-        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, 0, ROWS, STAGES, MEMBERS)
-        thread_barrier()
-        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, 1, ROWS, STAGES, MEMBERS)
+        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, ROWS, STAGES, MEMBERS)
     dk = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     dv = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     mbarrier.wait(resident_bar.index(0), 0)
@@ -285,7 +293,7 @@ def hopper_backward_tangent_kernel(
         dk, dv = _sweep(
             resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at,
             member, col0, n_k, scale, dk, dv,
-            ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, scores, operand, sums, num_warps,
+            ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, scores, operand, sums, num_warps,
         )  # fmt: skip
     total = MEMBERS * steps
     tds = _weights(tds_buffer, (total + STAGES - 1) % STAGES if LENT else 0, COLS, ROWS)
