@@ -140,8 +140,8 @@ def _sweep(
     resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at, member,
     col0, n_k, scale, dk, dv,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, PAIRED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
-    sums: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, PAIRED: gl.constexpr, scores: gl.constexpr,
+    operand: gl.constexpr, sums: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = resident[0].dtype
     _, _, first, steps, _ = at
