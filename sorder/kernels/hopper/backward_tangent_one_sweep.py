@@ -8,9 +8,14 @@ Per tile, in order of issue (one barrier of all threads at each bar):
 
     dQ̇ of the tile before, S, Ṡ | copies of the next tile, dP | P; dV̇; dṖ; ds, dK̇; dṡ, dK̇ |
 
+All of a stage is awaited at once: then its barriers need no meeting of the threads before they are announced anew.
+
 At width 64 a program is one warpgroup with 64 keys, and two of them share a multiprocessor; at 128 it is two with 64
-keys each, dQ̇ᵀ is what they accumulate (a product has at least 64 rows), and each has half of it. One loop masks every
-tile: a second loop without masks made the compiler spill.
+keys each, dQ̇ᵀ is what they accumulate (a product has at least 64 rows), and each has half of it. There shared memory
+is the limit: Q and Q̇ (dO and dȮ) of a stage are the upper and the lower rows of one buffer, one product with both reads
+K (V) once, and S and K·Q̇ᵀ are the halves of its accumulator. Ṡ's other product has an accumulator of its own: where one
+adds to half of another's, the compiler serialises all products. One loop masks every tile: a second loop without masks
+made the compiler spill.
 """
 
 from __future__ import annotations
