@@ -39,12 +39,15 @@ from sorder.kernels.hopper.tiles import (
     async_load,
     barriers_ready,
     copy_tiles,
+    halves,
     head_index,
     new_barriers,
     product,
     program_head_and_tile,
+    rows_of,
     store_matrix,
     thread_barrier,
+    tile_of,
 )
 from sorder.kernels.spec import AttentionSpec
 
@@ -60,18 +63,6 @@ def _expect_rows(
     for j in gl.static_range(len(bars)):
         mbarrier.expect(bars[j].index(step % STAGES), ROWS * D * 2, pred=step < total)
     mbarrier.expect(vector_bar.index(step % STAGES), ROWS * 16, pred=step < total)
-
-
-@gluon.jit
-def _rows(tile, j: gl.constexpr, ROWS: gl.constexpr):
-    """The rows of matrix ``j`` in a tile of its buffer: all, or the lower half where two matrices share a buffer."""
-    HEIGHT: gl.constexpr = tile.shape[len(tile.shape) - 2]
-    return tile.slice(j % 2 * (HEIGHT - ROWS), ROWS, dim=len(tile.shape) - 2)
-
-
-@gluon.jit
-def _tile(buffer, stage):
-    return buffer.index(stage).reshape([buffer.shape[4], buffer.shape[5]])
 
 
 @gluon.jit
@@ -91,22 +82,19 @@ def _copy_rows(
     place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
     vector = (z * GROUP + member) * row_tiles + tile
     for j in gl.static_range(0, len(descs), 2):
-        async_load(descs[j], place, bars[j].index(stage), _rows(buffers[j].index(stage), j, ROWS), pred=there)
+        async_load(
+            descs[j], place, bars[j].index(stage), rows_of(buffers[j].index(stage), j % 2 == 1, ROWS), pred=there
+        )
     async_load(vector_desc, [vector, 0], vector_bar.index(stage), vectors.index(stage), pred=there)
     for j in gl.static_range(1, len(descs), 2):
-        async_load(descs[j], place, bars[j].index(stage), _rows(buffers[j].index(stage), j, ROWS), pred=there)
+        async_load(
+            descs[j], place, bars[j].index(stage), rows_of(buffers[j].index(stage), j % 2 == 1, ROWS), pred=there
+        )
 
 
 @gluon.jit
 def _row_vector(vectors, stage, j: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     return vectors.index(stage).slice(j * ROWS, ROWS, dim=1).load(layout)
-
-
-@gluon.jit
-def _halves(x, ROWS: gl.constexpr, layout: gl.constexpr):
-    """The products with either half, which lie in registers of their own."""
-    left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, ROWS]), [0, 2, 1]))
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -164,16 +152,16 @@ def _sweep(
         tk = resident[1].index(i * zero).reshape([COLS, D])
         v = resident[2].index(i * zero).reshape([COLS, D])
         tv = resident[3].index(i * zero).reshape([COLS, D])
-        q = _rows(_tile(buffers[0], stage), 0, ROWS)
-        tq = _rows(_tile(buffers[1], stage), 1, ROWS)
-        do = _rows(_tile(buffers[2], stage), 2, ROWS)
+        q = rows_of(tile_of(buffers[0], stage), False, ROWS)
+        tq = rows_of(tile_of(buffers[1], stage), True, ROWS)
+        do = rows_of(tile_of(buffers[2], stage), False, ROWS)
         tds_before = _weights(tds_buffer, (step + STAGES - 1) % STAGES if LENT else i * zero, COLS, ROWS)
         dq = _query_products(_weights(ds_buffer, i * zero, COLS, ROWS), tds_before, k, tk, ROWS, D, sums)
         for j in gl.static_range(len(bars)):
             mbarrier.wait(bars[j].index(stage), phase)
         mbarrier.wait(vector_bar.index(stage), phase)
         if PAIRED:
-            s = product(k, _tile(buffers[0], stage).permute((1, 0)), empty_pair)
+            s = product(k, tile_of(buffers[0], stage).permute((1, 0)), empty_pair)
             ts = product(tk, q.permute((1, 0)), empty)
         else:
             s = product(k, q.permute((1, 0)), empty)
@@ -188,12 +176,12 @@ def _sweep(
         if PAIRED:
             thread_barrier()  # otherwise the compiler puts one before the first product with Q̇
         if PAIRED and DUAL:
-            dp = product(v, _tile(buffers[2], stage).permute((1, 0)), empty_pair)
+            dp = product(v, tile_of(buffers[2], stage).permute((1, 0)), empty_pair)
         else:
             dp = product(v, do.permute((1, 0)), empty)
         s = warpgroup_mma_wait(2 if PAIRED else 3, deps=(s,))
         if PAIRED:
-            s, k_tq = _halves(s, ROWS, scores)
+            s, k_tq = halves(s, ROWS, scores)
         p = gl.exp2(s * (scale * LOG2E) - _row_vector(vectors, stage, 0, ROWS, scores))
         rows = (first + i) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
         p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
@@ -204,13 +192,13 @@ def _sweep(
         dv = add_product(gl.convert_layout(tp.to(dtype), operand), do, dv)
         tdp = product(tv, do.permute((1, 0)), empty)
         if DUAL:
-            tdo = _rows(_tile(buffers[3], stage), 3, ROWS)
+            tdo = rows_of(tile_of(buffers[3], stage), True, ROWS)
             dv = add_product(gl.convert_layout(p.to(dtype), operand), tdo, dv)
             if not PAIRED:
                 tdp = add_product(v, tdo.permute((1, 0)), tdp)
         dp = warpgroup_mma_wait((2 if PAIRED else 3) if DUAL else 1, deps=(dp,))
         if PAIRED and DUAL:
-            dp, v_tdo = _halves(dp, ROWS, scores)
+            dp, v_tdo = halves(dp, ROWS, scores)
         delta = _row_vector(vectors, stage, 2, ROWS, scores)
         tdelta = _row_vector(vectors, stage, 3, ROWS, scores)
         centred = dp - delta

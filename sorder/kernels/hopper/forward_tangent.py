@@ -12,6 +12,9 @@ arXiv:2307.08691), would be to read the accumulators in every tile, for which th
 bfloat16 has the exponents of float32, so a weight above 1 is as accurate as one below. Where a later score is so much
 larger that a row's ΣP exceeds 2⁶⁰, L is left infinite, and a second launch, whose other programs have nothing to do,
 looks for that tile's maxima and does it again.
+
+At width 128 registers leave room for 32 keys a tile. There K and K̇ of a stage are the upper and the lower rows of one
+buffer: one product of Q with both reads Q once, and S and Q·K̇ᵀ are the halves of its accumulator.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from sorder.kernels.hopper.tiles import (
     barriers_ready,
     copy_tiles,
     grouped,
+    halves,
     head_index,
     matrix_mask,
     matrix_pointers,
@@ -40,7 +44,9 @@ from sorder.kernels.hopper.tiles import (
     partial_sums,
     product,
     program_head_and_tile,
+    rows_of,
     thread_barrier,
+    tile_of,
     visible,
 )
 from sorder.kernels.spec import AttentionSpec
@@ -54,7 +60,7 @@ def _start(
 ):  # fmt: skip
     """The first copies of a pass over the keys; ``base`` is the number of tiles of the passes before."""
     for i in gl.static_range(STAGES - 1):
-        copy_tiles(descs, buffers, bars, (base + i) % STAGES, key_head, i * COLS, i < count, COLS * D * 8)
+        copy_tiles(descs, buffers, bars, (base + i) % STAGES, key_head, i * COLS, i < count, COLS * D * 8, D > 64)
 
 
 @gluon.jit
@@ -63,7 +69,7 @@ def _scores(
     scores: gl.constexpr,
 ):  # fmt: skip
     """Masked scores of one tile, for the maxima."""
-    k = buffer.index(stage).reshape([COLS, D])
+    k = rows_of(tile_of(buffer, stage), False, COLS)
     s = product(q.index(0).reshape([ROWS, D]), k.permute((1, 0)), gl.zeros([ROWS, COLS], gl.float32, scores))
     s = warpgroup_mma_wait(0, deps=(s,))
     return gl.where(visible(row0, col0, n_k, ROWS, COLS, CAUSAL, scores), s, float("-inf"))
@@ -83,7 +89,7 @@ def _maxima(
         thread_barrier()
         ahead = i + STAGES - 1
         copy_tiles(
-            descs, buffers, bars, ahead % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8
+            descs, buffers, bars, ahead % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8, D > 64
         )  # fmt: skip
     return top
 
@@ -95,7 +101,10 @@ def _sweep(
     MASKED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr, summand: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = resident[0].dtype
+    PAIRED: gl.constexpr = D > 64
     empty = gl.zeros([ROWS, COLS], gl.float32, scores)
+    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], scores.warps_per_cta, [16, 2 * COLS, 16])
+    empty_pair = gl.zeros([ROWS, 2 * COLS], gl.float32, wide)
     o, to = acc
     total, mu, weight, drift = sums
     for i in range(start, stop):
@@ -104,18 +113,24 @@ def _sweep(
         mbarrier.wait(bars.index(stage), (step // STAGES) & 1)
         q = resident[0].index(i * zero).reshape([ROWS, D])
         tq = resident[1].index(i * zero).reshape([ROWS, D])
-        k = buffers[0].index(stage).reshape([COLS, D])
-        tk = buffers[1].index(stage).reshape([COLS, D])
-        v = buffers[2].index(stage).reshape([COLS, D])
-        tv = buffers[3].index(stage).reshape([COLS, D])
-        s = product(q, k.permute((1, 0)), empty)
-        ts = product(tq, k.permute((1, 0)), empty)
-        ts = add_product(q, tk.permute((1, 0)), ts)
-        s = warpgroup_mma_wait(2, deps=(s,))
+        keys = tile_of(buffers[0], stage)
+        v = tile_of(buffers[1], stage)
+        tv = tile_of(buffers[2], stage)
+        if PAIRED:
+            s = product(q, keys.permute((1, 0)), empty_pair)
+            ts = product(tq, rows_of(keys, False, COLS).permute((1, 0)), empty)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            s, q_tk = halves(s, COLS, scores)
+        else:
+            s = product(q, keys.permute((1, 0)), empty)
+            ts = product(tq, keys.permute((1, 0)), empty)
+            ts = add_product(q, tile_of(buffers[3], stage).permute((1, 0)), ts)
+            s = warpgroup_mma_wait(2, deps=(s,))
         thread_barrier()  # the tile before is done with
         ahead = i + STAGES - 1
         copy_tiles(
-            descs, buffers, bars, (base + ahead) % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8
+            descs, buffers, bars, (base + ahead) % STAGES, key_head, ahead * COLS, ahead < count, COLS * D * 8,
+            D > 64,
         )  # fmt: skip
         p = gl.exp2(s * (scale * LOG2E) - top[:, None])
         if MASKED:
@@ -126,6 +141,8 @@ def _sweep(
         weight = add_product(gl.convert_layout(rounded, summand), ones.permute((1, 0)), weight)
         total += partial_sums(p, ROWS, COLS)
         ts = warpgroup_mma_wait(3, deps=(ts,))
+        if PAIRED:
+            ts += q_tk
         pts = p * (ts * scale)
         rounded = pts.to(dtype)
         to = add_product(gl.convert_layout(rounded, operand), v, to)
@@ -162,8 +179,9 @@ def _program(
     summand: gl.constexpr = gl.DotOperandLayout(0, eights, 2)
     q = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, ROWS, D], q_desc.layout)
     tq = gl.allocate_shared_memory(dtype, [1, 1, 1, 1, ROWS, D], q_desc.layout)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
-    tk = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
+    PAIRED: gl.constexpr = D > 64
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, 2 * COLS if PAIRED else COLS, D], k_desc.layout)
+    tk = k if PAIRED else gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     tv = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     ones = gl.allocate_shared_memory(dtype, [8, COLS], gl.NVMMASharedLayout.get_default_for([8, COLS], dtype))
@@ -172,8 +190,8 @@ def _program(
     resident_bar = new_barriers(1)
     barriers_ready()
     copy_tiles((q_desc, tq_desc), (q, tq), resident_bar, 0, head, row0, True, ROWS * D * 4)
-    descs = (k_desc, tk_desc, v_desc, tv_desc)
-    buffers = (k, tk, v, tv)
+    descs = (k_desc, v_desc, tv_desc, tk_desc)
+    buffers = (k, v, tv, tk)
     if CAUSAL:
         count = (gl.minimum(row0 + ROWS, n_k) + COLS - 1) // COLS
         full = gl.minimum(row0 + 1, n_k) // COLS

@@ -23,7 +23,7 @@ _SETTINGS: dict[tuple[str, int], launch.Config] = {
     ("forward_tangent", 64): launch.Config(64, 64, 4, 2),
     ("forward_tangent", 128): launch.Config(128, 32, 8, 4),
     ("backward_tangent", 64): launch.Config(64, 64, 4, 2),
-    ("backward_tangent", 128): launch.Config(32, 128, 8, 3),
+    ("backward_tangent", 128): launch.Config(32, 128, 8, 2),
     ("backward_tangent_dual", 64): launch.Config(64, 64, 4, 2),
     ("backward_tangent_dual", 128): launch.Config(32, 128, 8, 2),
     ("backward_tangent_keys", 64): launch.Config(64, 64, 4, 2),

@@ -73,12 +73,38 @@ def barriers_ready():
 
 
 @gluon.jit
-def copy_tiles(descs, buffers, bars, stage, head, first, pred, BYTES: gl.constexpr):
-    """Starts the copies of rows ``first …`` of one head of every matrix into ``stage``; BYTES in all on its barrier."""
+def copy_tiles(
+    descs, buffers, bars, stage, head, first, pred, BYTES: gl.constexpr, PAIRED: gl.constexpr = False
+):  # fmt: skip
+    """Starts the copies of rows ``first …`` of one head of every matrix into ``stage``; BYTES in all on its barrier.
+
+    If PAIRED, the last matrix goes to the lower rows of the first one's buffer. (It is the last since the compiler
+    makes all threads meet between two copies to one buffer.)
+    """
     bar = bars.index(stage)
     mbarrier.expect(bar, BYTES, pred=pred)
     for j in gl.static_range(len(descs)):
-        async_load(descs[j], [head[0], head[1], head[2], first, 0], bar, buffers[j].index(stage), pred=pred)
+        to = rows_of(buffers[j].index(stage), PAIRED and j == len(descs) - 1, descs[j].block_shape[3])
+        async_load(descs[j], [head[0], head[1], head[2], first, 0], bar, to, pred=pred)
+
+
+@gluon.jit
+def rows_of(tile, LOWER: gl.constexpr, ROWS: gl.constexpr):
+    """ROWS rows of a tile of a buffer: the lower ones, or the upper (all, where the buffer is one matrix's own)."""
+    HEIGHT: gl.constexpr = tile.shape[len(tile.shape) - 2]
+    return tile.slice(HEIGHT - ROWS if LOWER else 0, ROWS, dim=len(tile.shape) - 2)
+
+
+@gluon.jit
+def tile_of(buffer, stage):
+    return buffer.index(stage).reshape([buffer.shape[4], buffer.shape[5]])
+
+
+@gluon.jit
+def halves(x, COLS: gl.constexpr, layout: gl.constexpr):
+    """The left and the right half of an accumulator, COLS wide each, which lie in registers of their own."""
+    left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, COLS]), [0, 2, 1]))
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 
 
 @gluon.jit
