@@ -65,26 +65,26 @@ def _start(
 
 @gluon.jit
 def _scores(
-    q, buffer, stage, row0, col0, n_k, ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr,
-    scores: gl.constexpr,
+    q, buffer, stage, row0, col0, n_k, scale,
+    ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, CAUSAL: gl.constexpr, scores: gl.constexpr,
 ):  # fmt: skip
-    """Masked scores of one tile, for the maxima."""
+    """Masked scores of one tile in base 2, for the maxima."""
     k = rows_of(tile_of(buffer, stage), False, COLS)
     s = product(q.index(0).reshape([ROWS, D]), k.permute((1, 0)), gl.zeros([ROWS, COLS], gl.float32, scores))
     s = warpgroup_mma_wait(0, deps=(s,))
-    return gl.where(visible(row0, col0, n_k, ROWS, COLS, CAUSAL, scores), s, float("-inf"))
+    return gl.where(visible(row0, col0, n_k, ROWS, COLS, CAUSAL, scores), s * (scale * LOG2E), float("-inf"))
 
 
 @gluon.jit
 def _maxima(
-    q, top, descs, buffers, bars, key_head, row0, count, n_k,
+    q, top, descs, buffers, bars, key_head, row0, count, n_k, scale,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     scores: gl.constexpr,
 ):  # fmt: skip
     """The largest score of every row, in a pass over the keys of its own."""
     for i in range(count):
         mbarrier.wait(bars.index(i % STAGES), (i // STAGES) & 1)
-        s = _scores(q, buffers[0], i % STAGES, row0, i * COLS, n_k, ROWS, COLS, D, CAUSAL, scores)
+        s = _scores(q, buffers[0], i % STAGES, row0, i * COLS, n_k, scale, ROWS, COLS, D, CAUSAL, scores)
         top = gl.maximum(top, gl.max(s, 1))
         thread_barrier()
         ahead = i + STAGES - 1
@@ -206,12 +206,12 @@ def _program(
     if REDO:
         low = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores))
         top = _maxima(
-            q, low, descs, buffers, bars, key_head, row0, count, n_k, ROWS, COLS, D, STAGES, CAUSAL, scores
-        ) * (scale * LOG2E)  # fmt: skip
+            q, low, descs, buffers, bars, key_head, row0, count, n_k, scale, ROWS, COLS, D, STAGES, CAUSAL, scores
+        )  # fmt: skip
         _start(descs, buffers, bars, key_head, base, count, COLS, D, STAGES)
     else:
         mbarrier.wait(bars.index(0), 0)
-        top = gl.max(_scores(q, k, 0, row0, 0, n_k, ROWS, COLS, D, CAUSAL, scores), 1) * (scale * LOG2E)
+        top = gl.max(_scores(q, k, 0, row0, 0, n_k, scale, ROWS, COLS, D, CAUSAL, scores), 1)
     nothing = partial_sums(gl.zeros([ROWS, COLS], gl.float32, scores), ROWS, COLS)
     acc = (
         warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, output)),
