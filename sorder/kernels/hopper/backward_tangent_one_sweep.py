@@ -14,8 +14,10 @@ At width 64 a program is one warpgroup with 64 keys, and two of them share a mul
 keys each, dQ̇ᵀ is what they accumulate (a product has at least 64 rows), and each has half of it. There shared memory
 is the limit: Q and Q̇ (dO and dȮ) of a stage are the upper and the lower rows of one buffer, one product with both reads
 K (V) once, and S and K·Q̇ᵀ are the halves of its accumulator. Ṡ's other product has an accumulator of its own: where one
-adds to half of another's, the compiler serialises all products. One loop masks every tile: a second loop without masks
-made the compiler spill.
+adds to half of another's, the compiler serialises all products.
+
+Masks are a sixth of the instructions of a tile. At width 64 they have a loop of their own for the tiles that need them,
+which come last: where that loop is the first, the compiler spills in the other. At 128 one loop masks every tile.
 """
 
 from __future__ import annotations
@@ -66,6 +68,13 @@ def _expect_rows(
 
 
 @gluon.jit
+def _turn(i, steps, masked):
+    """The tile of the ``i``-th step: the ``masked`` first ones come last."""
+    i += masked
+    return gl.where(i < steps, i, i - steps)
+
+
+@gluon.jit
 def _copy_rows(
     descs, buffers, bars, vector_desc, vectors, vector_bar, step, at, ROWS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
@@ -74,10 +83,10 @@ def _copy_rows(
 
     The tangents come last: the compiler makes all threads meet between two copies to one buffer.
     """
-    head, z, first, steps, row_tiles = at
+    head, z, first, steps, row_tiles, masked = at
     stage = step % STAGES
     member = step // steps if GROUP > 1 else 0
-    tile = first + step - member * steps
+    tile = first + _turn(step - member * steps, steps, masked)
     there = step < GROUP * steps
     place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
     vector = (z * GROUP + member) * row_tiles + tile
@@ -121,30 +130,30 @@ def _add_queries(
     DQ, dq, step, at, ROWS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr
 ):  # fmt: skip
     """Adds dQ̇ of the tile before the ``step``-th (before the first there is none, and zeros are added)."""
-    _, z, first, steps, row_tiles = at
+    _, z, first, steps, row_tiles, masked = at
     step = gl.maximum(step - 1, 0)
     member = step // steps if GROUP > 1 else 0
-    tile = (z * GROUP + member).to(gl.int64) * row_tiles + first + step - member * steps
+    tile = (z * GROUP + member).to(gl.int64) * row_tiles + first + _turn(step - member * steps, steps, masked)
     add_fragments(DQ + tile * (ROWS * D), dq, ROWS if ROWS < 64 else D, num_warps)
 
 
 @gluon.jit
 def _sweep(
     resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at, member,
-    col0, n_k, scale, dk, dv,
+    start, stop, col0, n_k, scale, dk, dv,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, PAIRED: gl.constexpr, scores: gl.constexpr,
-    operand: gl.constexpr, sums: gl.constexpr, num_warps: gl.constexpr,
+    CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, PAIRED: gl.constexpr,
+    MASKED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr, sums: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = resident[0].dtype
-    _, _, first, steps, _ = at
+    _, _, first, steps, _, masked = at
     empty = gl.zeros([COLS, ROWS], gl.float32, scores)
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 2 * ROWS, 16])
     empty_pair = gl.zeros([COLS, 2 * ROWS], gl.float32, wide)
     # The first row that sees a key; none sees one beyond the end, where weights of scores 0 may be infinite.
     cols = col0 + gl.arange(0, COLS, layout=gl.SliceLayout(1, scores))
     since = gl.where(cols < n_k, cols if CAUSAL else 0, 2147483647)
-    for i in range(steps):
+    for i in range(start, stop):
         step = member * steps + i
         stage = step % STAGES
         phase = (step // STAGES) & 1
@@ -183,8 +192,9 @@ def _sweep(
         if PAIRED:
             s, k_tq = halves(s, ROWS, scores)
         p = gl.exp2(s * (scale * LOG2E) - _row_vector(vectors, stage, 0, ROWS, scores))
-        rows = (first + i) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
-        p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
+        if MASKED:
+            rows = (first + i + masked - steps) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
+            p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
         ts = warpgroup_mma_wait(1, deps=(ts,))
         if PAIRED:
             ts += k_tq
@@ -272,7 +282,10 @@ def hopper_backward_tangent_kernel(
     copy_tiles((k_desc, tk_desc, v_desc, tv_desc), resident, resident_bar, 0, key_head, col0, True, COLS * D * 8)
     first = col0 // ROWS if CAUSAL else 0
     steps = gl.maximum(row_tiles - first, 0)
-    at = (head, z, first, steps, row_tiles)
+    DIAGONAL: gl.constexpr = (COLS + ROWS - 1) // ROWS if CAUSAL else 0
+    WHOLE: gl.constexpr = D > 64
+    masked = steps if WHOLE or col0 + COLS > n_k else gl.minimum(steps, DIAGONAL)
+    at = (head, z, first, steps, row_tiles, masked)
     for i in gl.static_range(STAGES):
         _expect_rows(bars, vector_bar, i, MEMBERS * steps, ROWS, D, STAGES)
     thread_barrier()
@@ -283,10 +296,16 @@ def hopper_backward_tangent_kernel(
     mbarrier.wait(resident_bar.index(0), 0)
     thread_barrier()  # otherwise the compiler puts one at the head of the loop
     for member in range(MEMBERS):
+        if not WHOLE:
+            dk, dv = _sweep(
+                resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at,
+                member, 0, steps - masked, col0, n_k, scale, dk, dv,
+                ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, False, scores, operand, sums, num_warps,
+            )  # fmt: skip
         dk, dv = _sweep(
             resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at,
-            member, col0, n_k, scale, dk, dv,
-            ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, scores, operand, sums, num_warps,
+            member, steps - masked, steps, col0, n_k, scale, dk, dv,
+            ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, True, scores, operand, sums, num_warps,
         )  # fmt: skip
     total = MEMBERS * steps
     tds = _weights(tds_buffer, (total + STAGES - 1) % STAGES if LENT else 0, COLS, ROWS)
