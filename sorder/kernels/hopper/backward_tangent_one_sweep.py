@@ -17,7 +17,8 @@ K (V) once, and S and K·Q̇ᵀ are the halves of its accumulator. Ṡ's other p
 adds to half of another's, the compiler serialises all products.
 
 Masks are a sixth of the instructions of a tile. At width 64 they have a loop of their own for the tiles that need them,
-which come last: where that loop is the first, the compiler spills in the other. At 128 one loop masks every tile.
+which come last: where that loop is the first, the compiler spills in the other. It spills, too, where a program serves
+several query heads; there, and at 128, one loop masks every tile.
 """
 
 from __future__ import annotations
@@ -68,16 +69,17 @@ def _expect_rows(
 
 
 @gluon.jit
-def _turn(i, steps, masked):
-    """The tile of the ``i``-th step: the ``masked`` first ones come last."""
-    i += masked
-    return gl.where(i < steps, i, i - steps)
+def _turn(i, steps, masked, WHOLE: gl.constexpr):
+    """The tile of the ``i``-th step: the ``masked`` first ones come last, unless one loop takes the WHOLE."""
+    if not WHOLE:
+        i = gl.where(i + masked < steps, i + masked, i + masked - steps)
+    return i
 
 
 @gluon.jit
 def _copy_rows(
     descs, buffers, bars, vector_desc, vectors, vector_bar, step, at, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the ``step``-th tile of rows: the tiles from ``first`` on, head after head of the group.
 
@@ -86,7 +88,7 @@ def _copy_rows(
     head, z, first, steps, row_tiles, masked = at
     stage = step % STAGES
     member = step // steps if GROUP > 1 else 0
-    tile = first + _turn(step - member * steps, steps, masked)
+    tile = first + _turn(step - member * steps, steps, masked, WHOLE)
     there = step < GROUP * steps
     place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
     vector = (z * GROUP + member) * row_tiles + tile
@@ -127,13 +129,14 @@ def _query_products(
 
 @gluon.jit
 def _add_queries(
-    DQ, dq, step, at, ROWS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, num_warps: gl.constexpr
+    DQ, dq, step, at, ROWS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, WHOLE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Adds dQ̇ of the tile before the ``step``-th (before the first there is none, and zeros are added)."""
     _, z, first, steps, row_tiles, masked = at
     step = gl.maximum(step - 1, 0)
     member = step // steps if GROUP > 1 else 0
-    tile = (z * GROUP + member).to(gl.int64) * row_tiles + first + _turn(step - member * steps, steps, masked)
+    tile = (z * GROUP + member).to(gl.int64) * row_tiles + first + _turn(step - member * steps, steps, masked, WHOLE)
     add_fragments(DQ + tile * (ROWS * D), dq, ROWS if ROWS < 64 else D, num_warps)
 
 
@@ -143,7 +146,8 @@ def _sweep(
     start, stop, col0, n_k, scale, dk, dv,
     ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, DUAL: gl.constexpr, LENT: gl.constexpr, PAIRED: gl.constexpr,
-    MASKED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr, sums: gl.constexpr, num_warps: gl.constexpr,
+    WHOLE: gl.constexpr, MASKED: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr, sums: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = resident[0].dtype
     _, _, first, steps, _, masked = at
@@ -177,10 +181,10 @@ def _sweep(
             ts = product(k, tq.permute((1, 0)), empty)
             ts = add_product(tk, q.permute((1, 0)), ts)
         dq = warpgroup_mma_wait(2 if PAIRED else 3, deps=(dq,))
-        _add_queries(DQ, dq, step, at, ROWS, D, GROUP, num_warps)
+        _add_queries(DQ, dq, step, at, ROWS, D, GROUP, WHOLE, num_warps)
         thread_barrier()  # the tile before is done with
         _copy_rows(
-            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, ROWS, STAGES, GROUP
+            descs, buffers, bars, vector_desc, vectors, vector_bar, step + STAGES - 1, at, ROWS, STAGES, GROUP, WHOLE
         )  # fmt: skip
         if PAIRED:
             thread_barrier()  # otherwise the compiler puts one before the first product with Q̇
@@ -193,7 +197,9 @@ def _sweep(
             s, k_tq = halves(s, ROWS, scores)
         p = gl.exp2(s * (scale * LOG2E) - _row_vector(vectors, stage, 0, ROWS, scores))
         if MASKED:
-            rows = (first + i + masked - steps) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
+            rows = (first + _turn(i, steps, masked, WHOLE)) * ROWS + gl.arange(
+                0, ROWS, layout=gl.SliceLayout(0, scores)
+            )
             p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
         ts = warpgroup_mma_wait(1, deps=(ts,))
         if PAIRED:
@@ -283,14 +289,14 @@ def hopper_backward_tangent_kernel(
     first = col0 // ROWS if CAUSAL else 0
     steps = gl.maximum(row_tiles - first, 0)
     DIAGONAL: gl.constexpr = (COLS + ROWS - 1) // ROWS if CAUSAL else 0
-    WHOLE: gl.constexpr = D > 64
-    masked = steps if WHOLE or col0 + COLS > n_k else gl.minimum(steps, DIAGONAL)
+    WHOLE: gl.constexpr = D > 64 or MEMBERS > 1
+    masked = gl.minimum(steps, DIAGONAL) if col0 + COLS <= n_k else steps
     at = (head, z, first, steps, row_tiles, masked)
     for i in gl.static_range(STAGES):
         _expect_rows(bars, vector_bar, i, MEMBERS * steps, ROWS, D, STAGES)
     thread_barrier()
     for i in gl.static_range(STAGES - 1):
-        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, ROWS, STAGES, MEMBERS)
+        _copy_rows(descs, buffers, bars, vector_desc, vectors, vector_bar, i, at, ROWS, STAGES, MEMBERS, WHOLE)
     dk = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     dv = warpgroup_mma_init(gl.zeros([COLS, D], gl.float32, output))
     mbarrier.wait(resident_bar.index(0), 0)
@@ -300,12 +306,13 @@ def hopper_backward_tangent_kernel(
             dk, dv = _sweep(
                 resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at,
                 member, 0, steps - masked, col0, n_k, scale, dk, dv,
-                ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, False, scores, operand, sums, num_warps,
+                ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, WHOLE, False, scores, operand, sums,
+                num_warps,
             )  # fmt: skip
         dk, dv = _sweep(
             resident, zero, descs, buffers, bars, vector_desc, vectors, vector_bar, ds_buffer, tds_buffer, DQ, at,
-            member, steps - masked, steps, col0, n_k, scale, dk, dv,
-            ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, True, scores, operand, sums, num_warps,
+            member, 0 if WHOLE else steps - masked, steps, col0, n_k, scale, dk, dv,
+            ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, LENT, PAIRED, WHOLE, True, scores, operand, sums, num_warps,
         )  # fmt: skip
     total = MEMBERS * steps
     tds = _weights(tds_buffer, (total + STAGES - 1) % STAGES if LENT else 0, COLS, ROWS)
@@ -315,7 +322,7 @@ def hopper_backward_tangent_kernel(
     )  # fmt: skip
     dk, dv, dq = warpgroup_mma_wait(0, deps=(dk, dv, dq))
     if steps > 0:
-        _add_queries(DQ, dq, total, at, ROWS, D, MEMBERS, num_warps)
+        _add_queries(DQ, dq, total, at, ROWS, D, MEMBERS, WHOLE, num_warps)
     store_matrix(dk * scale, DK, head, dk_strides, col0, n_k, WIDTH, COLS, D, output)
     store_matrix(dv, DV, head, dv_strides, col0, n_k, WIDTH_V, COLS, D, output)
 
