@@ -57,6 +57,11 @@ class NoGradStopsTangents(TorchFunctionMode):
         result = self.call(func, args, kwargs)
         return stopped.get(id(result), result)  # an operation in place returns its argument
 
+    @property
+    def lets_functions_pass(self) -> bool:
+        """Whether it leaves custom Functions alone, for :mod:`sorder.ops.levels`."""
+        return not self._stopped
+
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the mode does with an operation otherwise."""
         return func(*args, **kwargs)

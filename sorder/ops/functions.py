@@ -153,6 +153,8 @@ class Attention(LeveledFunction):
         for name, x, t in zip(names, ctx.saved_tensors, tangents, strict=False):
             if t is not None and t.dtype != x.dtype:
                 raise TypeError(f"the tangent of {name} must have its dtype {x.dtype}, got {t.dtype}")
+            if t is not None and t.device != x.device:
+                raise ValueError(f"the tangent of {name} must be on its device {x.device}, got {t.device}")
         to, tl, to_low = apply(AttentionTangent, *_caches(ctx, ctx.saved_tensors[:6]), *tangents[:4], ctx.spec)
         return to, tl, None if ctx.saved_tensors[6] is None else to_low
 
@@ -321,10 +323,16 @@ def _tangent_of_backward(ctx: Any, *tangents: Optional) -> Any:
 # the map's own, and five of the spec.
 
 
+def _is_dual(x: Any) -> bool:
+    """Whether it has a tangent; compiled code enters a level without Python's ``forward_ad`` knowing of it."""
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_inference()
+    return plain and torch._VF._unpack_dual(x, level=0).tangent is not None
+
+
 def _differentiable(function: type[LeveledFunction], operator: Any) -> Any:
     def call(*args: Any) -> Any:
         recorded = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-        if recorded or forward_ad._current_level >= 0:
+        if recorded or forward_ad._current_level >= 0 or any(map(_is_dual, args)):
             if torch._C._are_functorch_transforms_active():
                 raise NotImplementedError(_TRACED)
             inputs = maps.parsed(args)

@@ -27,6 +27,8 @@ def backend(
         return None
     if bias is not None or spec.softcap is not None or q.shape[:-3] != k.shape[:-3]:
         return None
+    if spec.scale < 0:  # their row maximum is that of the unscaled scores
+        return None
     if any(x is not None for x in vis):
         return None
     n_q, n_k, d = q.shape[-2], k.shape[-2], q.shape[-1]

@@ -2,8 +2,8 @@
 
 For every level of ``grad`` and ``jvp``, PyTorch makes a new class and maps trees over flat arguments, several times:
 together longer than the kernels of a short problem. Here a Function has one class for its levels, and arguments are
-tensors, tuples of tensors or constants. The rules are those of ``torch._functorch.autograd_function``: a level records
-the call in its graph (or carries its tangents along) and hands it, unwrapped, to the level below.
+tensors, named tuples of tensors or constants. The rules are those of ``torch._functorch.autograd_function``: a level
+records the call in its graph (or carries its tangents along) and hands it, unwrapped, to the level below.
 
 The innermost transform, if it is forward mode, may get values and tangents from one call: see ``joint``.
 """
@@ -20,6 +20,8 @@ from torch._functorch.autograd_function import custom_function_call
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _POINTERS: dict[TransformType, Any] = {
     TransformType.Grad: functorch.CGradInterpreterPtr,
@@ -33,7 +35,7 @@ class LeveledFunction(torch.autograd.Function):
 
     Attributes:
         joint: (inputs, their tangents) → (outputs, their tangents), or ``None`` where ``forward`` and ``jvp`` must do
-            it. It is asked where nothing but forward mode differentiates the call.
+            it. It is asked where nothing but forward mode differentiates the call, of tensors in plain memory.
     """
 
     joint: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | None = None
@@ -51,20 +53,25 @@ class LeveledFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         args = tuple(_each(functorch.unwrap_if_dead, x) for x in args)
         interpreter = functorch.peek_interpreter_stack()
-        if cls.joint is not None and forward_ad._current_level >= 0:
-            outputs = _jointly(cls, interpreter, args)
-            if outputs is not None:
-                return outputs
-        if interpreter is None:
+        dual = cls.joint is not None and forward_ad._current_level >= 0
+        if interpreter is None and not dual:
             return super(torch.autograd.Function, cls).apply(*args)
+        ordinary = all(map(_is_plain, args)) and all(map(_lets_pass, _modes()))
+        if interpreter is None:
+            outputs = _jointly(cls, None, args) if ordinary else None
+            return super(torch.autograd.Function, cls).apply(*args) if outputs is None else outputs
         pointer = _POINTERS.get(interpreter.key())
-        if pointer is None or not _is_ordinary(args):
+        if pointer is None or not ordinary:
             return custom_function_call(cls, *args)
-        lift = pointer(interpreter).lift
         allowed = functorch.get_single_level_autograd_function_allowed()
         functorch.set_single_level_autograd_function_allowed(True)
         try:
-            return cls._of_level.apply(*(_each(lift, x) for x in args))
+            with torch._C.DisableTorchFunction():  # as modes are off while they handle a call
+                outputs = _jointly(cls, interpreter, args) if dual else None
+                if outputs is None:
+                    lift = pointer(interpreter).lift
+                    outputs = cls._of_level.apply(*(_each(lift, x) for x in args))
+            return outputs
         finally:
             functorch.set_single_level_autograd_function_allowed(allowed)
 
@@ -87,49 +94,84 @@ def _below(function: type[LeveledFunction], operands: tuple[Any, ...]) -> Any:
     return tuple(None if x is None else functorch._wrap_for_grad(x, level) for x in outputs)
 
 
+class _Known(_SingleLevelFunction):
+    """(outputs, their tangents), dual inputs → the outputs, with these tangents."""
+
+    @staticmethod
+    def forward(known: Any, *_: Any) -> Any:
+        return known[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.tangents = inputs[0][1]
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        return ctx.tangents
+
+
 def _jointly(function: type[LeveledFunction], interpreter: Any, args: tuple[Any, ...]) -> Any:
     """The call with its tangents, if they are all that is asked for below this level, and ``function`` does both."""
-    if interpreter is not None and interpreter.key() != TransformType.Jvp:
+    if (interpreter is not None and interpreter.key() != TransformType.Jvp) or not torch._C._is_fwd_grad_enabled():
         return None
-    if not (torch._C._is_fwd_grad_enabled() and _is_ordinary(args)) or torch._C._len_torch_dispatch_stack():
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    inference = torch.is_inference_mode_enabled()
+    if any(x.is_inference() != inference for x in tensors):  # of these there are no views, such as a dual's primal
         return None
-    duals = [forward_ad.unpack_dual(x) if isinstance(x, torch.Tensor) else None for x in args]
-    if all(x is None or x.tangent is None for x in duals):
-        return None
-    inputs = tuple(x if dual is None else dual.primal for x, dual in zip(args, duals, strict=True))
-    tangents = tuple(None if dual is None else dual.tangent for dual in duals)
     if interpreter is None:
-        outputs = _unrecorded(function, inputs, tangents)
-        return outputs and _as_duals(*outputs)
+        duals, inputs, tangents = _unpacked(args)
+        known = _unrecorded(function, inputs, tangents)
+        return None if known is None else _Known.apply(known, *duals)  # type: ignore[attr-defined]
+    if len(functorch.get_interpreter_stack()) > 1:
+        return None
     level = interpreter.level()
-
-    def unwrapped(x: torch.Tensor) -> torch.Tensor:
-        return functorch._unwrap_for_grad(x, level)
-
-    inputs, tangents = (tuple(_each(unwrapped, x) for x in some) for some in (inputs, tangents))
+    duals, *pair = _unpacked(args)
+    inputs, tangents = (tuple(_each(lambda x: functorch._unwrap_for_grad(x, level), x) for x in some) for some in pair)
     top = functorch.pop_dynamic_layer_stack()
     try:
-        outputs = None if functorch.peek_interpreter_stack() else _unrecorded(function, inputs, tangents)
+        known = _unrecorded(function, inputs, tangents)
     finally:
         functorch.push_dynamic_layer_stack(top)
+    if known is None:
+        return None
+    known = tuple(tuple(_each(lambda x: functorch._wrap_for_grad(x, level), x) for x in some) for some in known)
+    return _Known.apply(known, *duals)  # type: ignore[attr-defined]
 
-    def wrapped(x: torch.Tensor) -> torch.Tensor:
-        return functorch._wrap_for_grad(x, level)
 
-    return outputs and _as_duals(*(tuple(_each(wrapped, x) for x in some) for some in outputs))
+def _unpacked(args: tuple[Any, ...]) -> tuple[list[torch.Tensor], tuple[Any, ...], tuple[Any, ...]]:
+    """(the dual numbers among the arguments, primals or what has no tangent, tangents)."""
+    pairs = [forward_ad.unpack_dual(x) if isinstance(x, torch.Tensor) else (x, None) for x in args]
+    duals = [x for x, (_, tangent) in zip(args, pairs, strict=True) if tangent is not None]
+    return duals, tuple(p for p, _ in pairs), tuple(t for _, t in pairs)
 
 
 def _unrecorded(function: type[LeveledFunction], inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    """``joint``, unless autograd records the call, or a tangent is one that holds no memory."""
+    """``joint``, if there are tangents, autograd records nothing of the call, and a kernel can read all memory."""
+    if all(t is None for t in tangents) or torch._C._len_torch_dispatch_stack():
+        return None
     found = [x for x in (*inputs, *tangents) if isinstance(x, torch.Tensor)]
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in found)) or any(x._is_zerotensor() for x in found):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in found):
+        return None
+    if not all(_is_memory(x) and x.device == found[0].device for x in found):
         return None
     assert function.joint is not None
     return function.joint(inputs, tangents)
 
 
-def _as_duals(outputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x if t is None else forward_ad.make_dual(x, t) for x, t in zip(outputs, tangents, strict=True))
+def _is_memory(x: torch.Tensor) -> bool:
+    """Whether the entries of ``x`` are where its address and its strides say."""
+    wrapped = functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
+    other = x.layout != torch.strided or x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x)
+    return type(x) in _PLAIN and not wrapped and not other
+
+
+def _modes() -> list[Any]:
+    return _get_current_function_mode_stack() if torch._C._is_torch_function_mode_enabled() else []
+
+
+def _lets_pass(mode: Any) -> bool:
+    """Whether a mode of torch functions does nothing with a Function: PyTorch's device, and ours that say so."""
+    return isinstance(mode, DeviceContext) or getattr(mode, "lets_functions_pass", False)
 
 
 def _each(change: Any, x: Any) -> Any:
@@ -139,12 +181,8 @@ def _each(change: Any, x: Any) -> Any:
     return type(x)(*(_each(change, y) for y in x)) if isinstance(x, tuple) else x
 
 
-def _is_ordinary(args: tuple[Any, ...]) -> bool:
-    """Neither a mode nor a subclass of tensors, whose ``__torch_function__`` would have to be asked, is about."""
-    return not torch._C._is_torch_function_mode_enabled() and all(map(_is_plain, args))
-
-
 def _is_plain(x: Any) -> bool:
+    """No tensor of a subclass, whose ``__torch_function__`` would have to be asked."""
     if isinstance(x, tuple):
         return all(map(_is_plain, x))
     return type(x) in _PLAIN or not isinstance(x, torch.Tensor)

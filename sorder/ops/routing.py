@@ -76,6 +76,9 @@ class exact_attention(TorchFunctionMode, ContextDecorator):
         torch.Size([1, 5, 8])
     """
 
+    lets_functions_pass = True
+    """It leaves custom Functions alone, for :mod:`sorder.ops.levels`."""
+
     def __init__(self, enabled: bool = True, *, strict: bool = False) -> None:
         if callable(enabled):
             raise TypeError("exact_attention is called to decorate: write @sorder.exact_attention()")

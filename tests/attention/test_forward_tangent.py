@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vjp, vmap
+from torch.utils._pytree import tree_map
 
 import sorder
 from sorder.func import checkpoint, hvp
@@ -35,6 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def both(q: Tensor, k: Tensor, v: Tensor, bias: Any, vis: Any, tq: Any, tk: Any, tv: Any, spec: Any) -> Any:
         if any(x is None for x in (tq, tk, tv)):
             return None
+        assert all(type(x) is Tensor and x.data_ptr() for x in (q, k, v, tq, tk, tv))
         counted["both"] += 1
         o, lse = twin.forward(q, k, v, bias, vis, spec)
         to, tl, _ = twin.tangent(q, k, v, bias, vis, o, lse, tq, tk, tv, None, spec)
@@ -64,6 +67,42 @@ def through_a_checkpoint(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
     return hvp(lambda x: checkpoint(lambda *x: sorder.attention(*x, is_causal=True))(*x).square().sum(), (x,), (t,))
 
 
+def by_hvp(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
+    with sorder.exact_attention(), torch.device("cpu"):  # modes that leave Functions alone
+        return hvp(lambda x: F.scaled_dot_product_attention(*x, is_causal=True).square().sum(), (x,), (t,))
+
+
+def in_inference_mode(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
+    with torch.inference_mode():
+        return grad(lambda x: jvp(loss, (x,), (t,))[1])(x)
+
+
+def partly_in_inference_mode(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
+    def partly(q: Tensor) -> Tensor:
+        with torch.inference_mode():
+            o = sorder.attention(q, *x[1:])
+        return o.sum() * q.sum()
+
+    return jvp(grad(partly), (x[0],), (t[0],))
+
+
+def changed_in_place(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
+    w = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    with forward_ad.dual_level():
+        duals = tuple(map(forward_ad.make_dual, x, t))
+        with torch.no_grad():
+            o, other = sorder.attention(*duals), sorder.attention(*duals)
+        o *= w
+        other.detach_()
+        return forward_ad.unpack_dual(o).tangent.detach(), other.sum()
+
+
+def batched_tangents(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
+    return torch.autograd.functional.jacobian(
+        lambda q: sorder.attention(q, q, q), x[0], vectorize=True, strategy="forward-mode"
+    )
+
+
 PRODUCTS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "jvp": (lambda x, t: jvp(loss, (x,), (t,)), {"both": 1}),
     "live dual numbers": (live, {"both": 1}),
@@ -79,6 +118,11 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "vmap of jvp": (lambda x, t: vmap(lambda t: jvp(loss, (x,), (t,))[1])(tuple(a[None] for a in t)), {"both": 0}),
     "queries that move alone": (only_queries, {"both": 0, "forward": 1, "tangent": 1}),
     "checkpoint": (through_a_checkpoint, {"both": 0, "forward": 1}),
+    "hvp": (by_hvp, {"both": 1, "backward": 1, "backward_tangent": 1}),
+    "grad of jvp in inference mode": (in_inference_mode, {"both": 0, "forward": 1}),
+    "jvp of grad, partly in inference mode": (partly_in_inference_mode, {"both": 0}),
+    "changed in place": (changed_in_place, {"both": 2}),
+    "batched tangents": (batched_tangents, {"both": 0}),
 }
 
 
@@ -94,6 +138,50 @@ def test_values_and_tangents_are_computed_together(
     assert {kind: calls[kind] for kind in expected} == expected
     monkeypatch.setattr(maps, "_forward_tangent", lambda *_: None)
     torch.testing.assert_close(got, product(x, t), rtol=1e-13, atol=1e-13)
+
+
+class Wrapper(Tensor):
+    """Holds another tensor, and no memory of its own."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> Wrapper:
+        made = Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype, strides=x.stride())  # type: ignore[attr-defined]
+        made.held = x
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.held if isinstance(x, cls) else x, (args, kwargs or {}))
+        return tree_map(lambda x: cls(x) if isinstance(x, Tensor) else x, func(*args, **kwargs))
+
+
+def test_tensors_that_hold_no_memory_go_another_way(calls: Counter[str]) -> None:
+    x, t = torch.randn(2, 1, 2, 5, D)
+    jvp(lambda x: sorder.attention(x, x, x), (Wrapper(x),), (t,))
+    for primal, tangent in ((x, Wrapper(t)), (Wrapper(x), Wrapper(t))):
+        with forward_ad.dual_level(), torch.no_grad():
+            dual = forward_ad.make_dual(primal, tangent)
+            sorder.attention(dual, dual, dual)
+    assert not calls["both"]
+    assert calls["tangent"] == 3
+
+
+def test_a_tangent_on_another_device_is_refused() -> None:
+    x = torch.randn(1, 2, 5, D)
+    with pytest.raises(ValueError, match="tangent of query must be on its device cpu, got meta"):
+        jvp(lambda x: sorder.attention(x, x, x), (x,), (x.to("meta"),))
+
+
+def test_dual_numbers_made_in_compiled_code_keep_their_tangents() -> None:
+    def f(x: Tensor, t: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, t)
+            return forward_ad.unpack_dual(sorder.attention(dual, x, x)).tangent
+
+    x, t = torch.randn(2, 1, 2, 5, D, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(f, backend="eager")(x, t), f(x, t))
 
 
 def test_a_tangent_of_another_dtype_is_refused(calls: Counter[str]) -> None:

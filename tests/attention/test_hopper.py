@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+import sorder
 from sorder.kernels.hopper import dispatch
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps
@@ -101,6 +102,21 @@ def test_scores_far_above_those_of_the_first_tile(d: int, causal: bool, sign: in
     primals, tangents = (tuple(x.double() for x in some) for some in ((q, k, v), (tq, tk, tv)))
     (o, lse), (to, tlse) = torch.func.jvp(dense, primals, tangents)
     check(dict(zip("abcd", zip(found, (o, lse, to, tlse), strict=False), strict=True)), BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_negative_scale(dtype: torch.dtype, all_sizes: None) -> None:
+    """The largest score is that of the least product."""
+    q, k, v = (3 * torch.randn(1, 2, 200, 64, device="cuda", dtype=dtype) for _ in range(3))
+    t = torch.randn_like(q)
+    attend = functools.partial(sorder.attention, is_causal=True, scale=-0.5)
+    got = torch.func.jvp(lambda *x: torch.func.vjp(attend, *x)[1](t), (q, k, v), (t, t, t))
+    wide = tuple(x.double() for x in (q, k, v, t))
+    dense = lambda q, k, v: oracle.dense(q, k, v, True, -0.5)[0]  # noqa: E731
+    want = torch.func.jvp(lambda *x: torch.func.vjp(dense, *x)[1](wide[3]), wide[:3], (wide[3],) * 3)
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+        assert oracle.relative_error(a, b) < 4 * BOUNDS[dtype]
 
 
 @pytest.mark.gpu
