@@ -9,16 +9,22 @@ from sorder.kernels.mask import Visibility
 from sorder.kernels.spec import AttentionSpec
 
 
-def forward_tangent(
+def serves(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, vis: Visibility | None,
     tq: torch.Tensor | None, tk: torch.Tensor | None, tv: torch.Tensor | None, spec: AttentionSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:  # fmt: skip
-    """(O, L, Ȯ, L̇, the part of Ȯ that its rounding loses), or ``None`` where two sweeps are as good or must do.
+) -> bool:  # fmt: skip
+    """Whether :func:`forward_tangent` takes this; otherwise two sweeps are as good, or must do.
 
     Float16 has too few exponents for weights above 1, which the sweep needs.
     """
-    if q.dtype != torch.bfloat16 or not dispatch.serves(q, k, v, bias, vis, spec, tq, tk, tv):
-        return None
+    return q.dtype == torch.bfloat16 and dispatch.serves(q, k, v, bias, vis, spec, tq, tk, tv)
+
+
+def forward_tangent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor, spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(O, L, Ȯ, L̇, the part of Ȯ that its rounding loses)."""
     from sorder.kernels.hopper.forward_tangent import forward_tangent as on_hopper
 
-    return on_hopper(q, k, v, tq, tk, tv, spec)  # type: ignore[arg-type]
+    return on_hopper(q, k, v, tq, tk, tv, spec)

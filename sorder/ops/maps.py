@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sorder.kernels import forward_tangent as joint_sweep
 from sorder.kernels import twin
 from sorder.kernels.mask import NOTHING, Visibility
 from sorder.kernels.spec import AttentionSpec
@@ -25,7 +26,6 @@ if HAS_TRITON:
     from sorder.kernels.backward import backward as _backward
     from sorder.kernels.backward_tangent import backward_tangent as _backward_tangent
     from sorder.kernels.forward import forward as _forward
-    from sorder.kernels.forward_tangent import forward_tangent as _forward_tangent
     from sorder.kernels.tangent import tangent as _tangent
 
     _KERNELS = {f.__name__: f for f in (_forward, _tangent, _backward, _backward_tangent)}
@@ -169,19 +169,18 @@ def forward_tangent(
     tq: Optional, tk: Optional, tv: Optional, tbias: Optional, spec: AttentionSpec,
 ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
     """F and J in one sweep: (o, lse, ȯ, l̇, what rounding ȯ lost); ``None`` where no kernel does both, or F is known."""
-    if not kernels_serve(q) or tbias is not None:
+    if tbias is not None or not kernels_serve(q) or not joint_sweep.serves(q, k, v, bias, vis, tq, tk, tv, spec):
         return None
+    assert tq is not None and tk is not None and tv is not None
     place = where("forward", flat((q, k, v, bias), vis, spec))
     if place is not None and place[1] in place[0]:
         return None
     with torch._C._AutoDispatchBelowAutograd():
-        found = _forward_tangent(q, k, v, bias, vis, tq, tk, tv, spec)
-        if found is None:
-            return None
-        o, lse, to, tl, low = found
+        o, lse, to, tl, low = joint_sweep.forward_tangent(q, k, v, tq, tk, tv, spec)
+        o, to, low = (layout.laid_out(x, q) for x in (o, to, low))
         if place is not None and not place[2]:
-            place[0].keep(place[1], (layout.laid_out(o, q), lse))
-        return layout.laid_out(o, q), lse, layout.laid_out(to, q), tl, layout.laid_out(low, q)
+            place[0].keep(place[1], (o, lse))
+    return o, lse, to, tl, low
 
 
 def tangent(

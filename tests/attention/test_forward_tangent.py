@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 import sorder
 from sorder.func import checkpoint, hvp
-from sorder.kernels import twin
+from sorder.kernels import forward_tangent, twin
 from sorder.ops import maps, memo
 
 D = 8
@@ -34,19 +34,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return count
 
-    def both(q: Tensor, k: Tensor, v: Tensor, bias: Any, vis: Any, tq: Any, tk: Any, tv: Any, spec: Any) -> Any:
-        if any(x is None for x in (tq, tk, tv)):
-            return None
+    def serves(q: Tensor, k: Tensor, v: Tensor, bias: Any, vis: Any, tq: Any, tk: Any, tv: Any, spec: Any) -> bool:
+        return not any(x is None for x in (tq, tk, tv))
+
+    def both(q: Tensor, k: Tensor, v: Tensor, tq: Tensor, tk: Tensor, tv: Tensor, spec: Any) -> Any:
         assert all(type(x) is Tensor and x.data_ptr() for x in (q, k, v, tq, tk, tv))
         counted["both"] += 1
-        o, lse = twin.forward(q, k, v, bias, vis, spec)
-        to, tl, _ = twin.tangent(q, k, v, bias, vis, o, lse, tq, tk, tv, None, spec)
+        o, lse = twin.forward(q, k, v, None, None, spec)
+        to, tl, _ = twin.tangent(q, k, v, None, None, o, lse, tq, tk, tv, None, spec)
         return o, lse, to, tl, torch.zeros_like(o)
 
     for name in ("forward", "tangent", "backward", "backward_tangent"):
         monkeypatch.setitem(maps._KERNELS, name, counting(name, getattr(twin, name)))
     monkeypatch.setattr(maps, "kernels_serve", lambda q: True)
-    monkeypatch.setattr(maps, "_forward_tangent", both, raising=False)
+    monkeypatch.setattr(forward_tangent, "serves", serves)
+    monkeypatch.setattr(forward_tangent, "forward_tangent", both)
     return counted
 
 
@@ -136,7 +138,7 @@ def test_values_and_tangents_are_computed_together(
     x, t = (tuple(torch.randn(1, 2, 5, D, dtype=torch.float64) for _ in range(3)) for _ in range(2))
     got = product(x, t)
     assert {kind: calls[kind] for kind in expected} == expected
-    monkeypatch.setattr(maps, "_forward_tangent", lambda *_: None)
+    monkeypatch.setattr(forward_tangent, "serves", lambda *_: False)
     torch.testing.assert_close(got, product(x, t), rtol=1e-13, atol=1e-13)
 
 
