@@ -65,3 +65,5 @@ def check_vector(v: Sequence[Tensor], params: Sequence[Tensor]) -> None:
             raise TypeError(f"v[{i}] must be a real floating-point tensor, got {got}")
         if t.shape != p.shape:
             raise ValueError(f"v[{i}] must have the parameter's shape {tuple(p.shape)}, got {tuple(t.shape)}")
+        if t.device != p.device:
+            raise ValueError(f"v[{i}] must be on the parameter's device {p.device}, got {t.device}")

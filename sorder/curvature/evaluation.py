@@ -106,7 +106,7 @@ def run_closure(
     else:
         raise ValueError(
             f"closure must return a loss that depends on the parameters, or call backward() itself, but it "
-            f"returned {_describe(loss)} without a graph: is it detached, or computed under no_grad?"
+            f"returned {_describe(loss)} without a graph: is it detached, or computed under no_grad or inference_mode?"
         )
     if root.numel() != 1:
         raise ValueError(f"closure must return a scalar loss, got one of shape {tuple(root.shape)}")

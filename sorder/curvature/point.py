@@ -17,7 +17,7 @@ from sorder.curvature.errors import MissingDerivativeError, missing_derivative
 from sorder.curvature.evaluation import Closure, Evaluation, added, run_closure, total
 from sorder.curvature.fallback import FORWARD, REVERSE, first_that_works
 from sorder.curvature.graph import coarsest_eps, names, python_nodes, refuse_reentrant_checkpoints
-from sorder.curvature.loss_watch import LossWatch
+from sorder.curvature.loss_watch import LossWatch, version_of
 from sorder.curvature.modes import Product, Vector
 from sorder.curvature.replay import Replay
 from sorder.curvature.split import Split, find_split
@@ -123,6 +123,7 @@ class CurvaturePoint:
         except BaseException:
             self.rollback()
             raise
+        self._versions = list(map(version_of, self.params))
 
     # ------------------------------------------------------------------ the first run
 
@@ -279,11 +280,15 @@ class CurvaturePoint:
 
         Raises:
             TypeError: ``v`` is no sequence of real floating-point tensors.
-            ValueError: its length or a shape differs.
+            ValueError: its length, a shape or a device differs.
+            RuntimeError: the point has been released, or a parameter has changed since it was made.
         """
         if not self._products:
             raise RuntimeError("product() after release()")
         check_vector(v, self.params)
+        for i, (p, before) in enumerate(zip(self.params, self._versions, strict=True)):
+            if version_of(p) != before:
+                raise RuntimeError(f"params[{i}] has changed since the point was made; make a new CurvaturePoint")
         cast = [t.detach().to(p.dtype) for t, p in zip(v, self.params, strict=True)]
         sums: list[Tensor] | None = None
         with torch.enable_grad(), self.derivatives():

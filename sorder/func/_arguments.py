@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
@@ -51,6 +52,14 @@ def moving(name: str, f: Callable[..., Any], primals: Any, tangents: Any, argnum
             f"{type(tangents).__name__}; an int argnums takes one without the tuple"
         )
     selected = tuple(primals[i] for i in positions)
+    for i, primal in zip(positions, selected, strict=True):
+        if isinstance(primal, torch.nn.Module):
+            raise TypeError(
+                f"primals[{i}] must be tensors, got the module {type(primal).__name__}: pass "
+                "dict(module.named_parameters()), and call the module by torch.func.functional_call"
+            )
+        if isinstance(primal, Iterator):
+            raise TypeError(f"primals[{i}] must be tensors, got a {type(primal).__name__}: pass a list or a dict")
     tangents = _matching_tangents(selected, tuple(tangents), positions, single)
 
     def restricted(*values: Any) -> Any:

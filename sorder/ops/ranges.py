@@ -49,7 +49,8 @@ def of_cu_seqlens(cu_q: Tensor, cu_k: Tensor, n_q: int) -> Documents:
         nothing = torch.zeros_like(rows)
         return Documents(nothing, nothing, nothing, nothing)
     cu_q, cu_k = cu_q.long(), cu_k.long()
-    document = torch.searchsorted(cu_q[1:].contiguous(), rows, right=True)
+    # Under vmap both must have the mapped dimension in memory, or searchsorted warns of copies of its own.
+    document = torch.searchsorted(cu_q[1:].clone(), rows + torch.zeros_like(cu_q[:1]), right=True)
     inside = document < cu_q.shape[0] - 1
     document = document.clamp(max=cu_q.shape[0] - 2)
     q_start, q_stop, k_start, k_stop = (x[document] for x in (cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]))

@@ -22,7 +22,8 @@ class NewtonCGStep:
         products: curvature products, all told.
         evaluations: runs of the closure, the first one included.
         reduction_ratio: ρ, the loss's change over the one that the quadratic g·s + ½ sᵀBs predicted, for the full
-            step (α = 1), before the line search shortened it: so it may be negative beside ``accepted=True``.
+            step (α = 1), before the line search shortened it: so it may be negative beside ``accepted=True``, and −∞
+            where the quadratic predicted no decrease or the loss there was not finite.
         damping: λ used in this step. next_damping: λ that the next one will use.
         trust_radius: Δ used in this step, infinite without a trust region.
         curvature_along_step: sᵀBs / sᵀs.

@@ -223,7 +223,7 @@ class SophiaG(_Sophia):
         >>> for _ in range(20):
         ...     loss = optimizer.step(
         ...         lambda: torch.nn.functional.cross_entropy(model(x), y),
-        ...         curvature_closure=lambda: sorder.optim.gnb_loss(model(x)),
+        ...         curvature_closure=lambda: sorder.gnb_loss(model(x)),
         ...     )
         >>> optimizer.last_step.step, optimizer.last_step.curvature_updated
         (20, False)
@@ -283,7 +283,7 @@ class SophiaG(_Sophia):
     def _how_to_update(self) -> str:
         return (
             f"step {self._number + 1} of SophiaG updates the curvature and needs a closure for it: "
-            "optimizer.step(closure, curvature_closure=lambda: sorder.optim.gnb_loss(model(x))), or "
-            "optimizer.update_curvature(lambda: sorder.optim.gnb_loss(model(x))) before optimizer.step(). "
+            "optimizer.step(closure, curvature_closure=lambda: sorder.gnb_loss(model(x))), or "
+            "optimizer.update_curvature(lambda: sorder.gnb_loss(model(x))) before optimizer.step(). "
             "optimizer.curvature_due tells when"
         )

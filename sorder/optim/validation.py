@@ -93,7 +93,7 @@ def not_nested(method: Method) -> Method:
 def check_not_module(optimizer: Optimizer, params: Any) -> None:
     """TypeError where ``params`` of an optimizer or of a group is a module or a dict."""
     check_not_dict(optimizer, params)
-    more = " or model.named_parameters(). (KFAC and KFACPreconditioner take modules, parameter groups do not.)"
+    more = " or model.named_parameters(). (Of sorder's optimizers only KFAC takes a module itself.)"
     checks.check_not_module(type(optimizer).__name__, params, more)
 
 

@@ -161,6 +161,8 @@ def test_vectors_are_checked() -> None:
         point.product(ones(params)[:1])
     with pytest.raises(ValueError, match=r"v\[0\] must have the parameter's shape \(5, 4\), got \(2,\)"):
         point.product([torch.ones(2), *ones(params)[1:]])
+    with pytest.raises(ValueError, match=r"v\[0\] must be on the parameter's device cpu, got meta"):
+        point.product([t.to("meta") for t in ones(params)])
     point.release()
     with pytest.raises(RuntimeError, match="after release"):
         point.product(ones(params))
@@ -172,6 +174,20 @@ def test_vectors_are_checked() -> None:
     ):
         with pytest.raises(TypeError, match=f"^CurvaturePoint takes parameters, {advice}"):
             CurvaturePoint(lambda: model(x).sum(), given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+@pytest.mark.parametrize("mode", MODES)
+def test_products_of_a_point_that_has_moved_are_refused(mode: str, kind: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    params = list(model.parameters())
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
+    with CurvaturePoint(lambda: F.cross_entropy(model(x), y), params, kind, mode=mode) as point:
+        point.product(ones(params))
+        with torch.no_grad():
+            params[1].add_(1.0)
+        with pytest.raises(RuntimeError, match=r"params\[1\] has changed since the point was made"):
+            point.product(ones(params))
 
 
 @pytest.mark.parametrize("mode", MODES)

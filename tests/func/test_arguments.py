@@ -37,6 +37,16 @@ def objective(params: dict[str, Tensor]) -> Tensor:
 
 
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "a module for its parameters": (
+        lambda: hvp(square, (torch.nn.Linear(2, 2),), {"weight": W}, argnums=0),
+        TypeError,
+        r"primals\[0\] must be tensors, got the module Linear: pass dict\(module.named_parameters\(\)\)",
+    ),
+    "a generator": (
+        lambda: ggnvp(model, loss, (torch.nn.Linear(2, 2).parameters(),), (W,)),
+        TypeError,
+        r"primals\[0\] must be tensors, got a generator: pass a list or a dict",
+    ),
     "f is no function": (lambda: hvp((W,), square, (W,)), TypeError, "f must be callable, got tuple"),  # type: ignore[arg-type]
     "primals": (lambda: hvp(square, W, (W,)), TypeError, "primals must be a tuple of the function's"),  # type: ignore[arg-type]
     "no primals": (lambda: hvp(square, (), ()), ValueError, "primals must hold at least one argument"),
