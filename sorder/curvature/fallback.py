@@ -17,6 +17,7 @@ def first_that_works(ways: Sequence[tuple[str, Callable[[], Product]]], suspects
     remaining = list(ways)
     current: list[Product] = []
     missing: dict[str, str] = {}
+    unsaid: list[tuple[str, str, str]] = []  # fallbacks to warn of once the way that is taken works
 
     def product(v: Vector) -> list[Tensor]:
         while True:
@@ -24,7 +25,10 @@ def first_that_works(ways: Sequence[tuple[str, Callable[[], Product]]], suspects
             try:
                 if not current:
                     current.append(make())
-                return current[0](v)
+                result = current[0](v)
+                while unsaid:
+                    _warn_fallback(*unsaid.pop(0), suspects)
+                return result
             except RuntimeError as error:
                 operation = missing_derivative(error)
                 if operation is None:
@@ -36,7 +40,7 @@ def first_that_works(ways: Sequence[tuple[str, Callable[[], Product]]], suspects
             current.clear()
             remaining.pop(0)
             if remaining[0][0] != name:
-                _warn_fallback(missing[name], name, remaining[0][0], suspects)
+                unsaid.append((missing[name], name, remaining[0][0]))
 
     return product
 
