@@ -181,7 +181,6 @@ def test_attention_is_exact_inside_a_step_and_refused_without(monkeypatch: pytes
         without = NewtonCG(layer.parameters(), curvature=curvature, attention=None)
         before = [p.detach().clone() for p in layer.parameters()]
         with (
-            pytest.warns(RuntimeWarning),
             sdpa_kernel(SDPBackend.FLASH_ATTENTION),
             pytest.raises(CurvatureError, match=r"scaled_dot_product.*attention='exact'"),
         ):
