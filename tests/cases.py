@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +196,16 @@ def make_problem(name: str) -> Problem:
             return _MAKERS[name]()
         finally:
             torch.set_default_dtype(default)
+
+
+def counting(counted: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, whose calls ``counted`` counts under ``name``."""
+
+    def count(*args: Any) -> Any:
+        counted[name] += 1
+        return function(*args)
+
+    return count
 
 
 def flatten(tree: object) -> Tensor:

@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from sorder.kernels.mask import Visibility
 from sorder.ops import maps
 from sorder.ops.batching import batched, has_legacy_dim, legacy_rule, over_legacy_dim
-from sorder.ops.levels import LeveledFunction
+from sorder.ops.levels import PLAIN, LeveledFunction
 
 Optional = torch.Tensor | None
 
@@ -325,8 +325,7 @@ def _tangent_of_backward(ctx: Any, *tangents: Optional) -> Any:
 
 def _is_dual(x: Any) -> bool:
     """Whether it has a tangent; compiled code enters a level without Python's ``forward_ad`` knowing of it."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_inference()
-    return plain and torch._VF._unpack_dual(x, level=0).tangent is not None
+    return type(x) in PLAIN and not x.is_inference() and torch._VF._unpack_dual(x, level=0).tangent is not None
 
 
 def _differentiable(function: type[LeveledFunction], operator: Any) -> Any:

@@ -17,6 +17,8 @@ import torch
 from torch._C import _functorch as functorch
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
@@ -27,7 +29,7 @@ _POINTERS: dict[TransformType, Any] = {
     TransformType.Grad: functorch.CGradInterpreterPtr,
     TransformType.Jvp: functorch.CJvpInterpreterPtr,
 }
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class LeveledFunction(torch.autograd.Function):
@@ -63,17 +65,13 @@ class LeveledFunction(torch.autograd.Function):
         pointer = _POINTERS.get(interpreter.key())
         if pointer is None or not ordinary:
             return custom_function_call(cls, *args)
-        allowed = functorch.get_single_level_autograd_function_allowed()
-        functorch.set_single_level_autograd_function_allowed(True)
-        try:
-            with torch._C.DisableTorchFunction():  # as modes are off while they handle a call
-                outputs = _jointly(cls, interpreter, args) if dual else None
-                if outputs is None:
-                    lift = pointer(interpreter).lift
-                    outputs = cls._of_level.apply(*(_each(lift, x) for x in args))
-            return outputs
-        finally:
-            functorch.set_single_level_autograd_function_allowed(allowed)
+        # Modes of torch functions are off while they handle a call.
+        with enable_single_level_autograd_function(), torch._C.DisableTorchFunction():
+            outputs = _jointly(cls, interpreter, args) if dual else None
+            if outputs is None:
+                lift = pointer(interpreter).lift
+                outputs = cls._of_level.apply(*(_each(lift, x) for x in args))
+        return outputs
 
 
 def _below(function: type[LeveledFunction], operands: tuple[Any, ...]) -> Any:
@@ -85,12 +83,8 @@ def _below(function: type[LeveledFunction], operands: tuple[Any, ...]) -> Any:
     # A Function turns both modes off; the transform remembers what they were where it was called.
     gradients = pointer.prevGradMode() if interpreter.key() == TransformType.Grad else True
     tangents = pointer.prevFwdGradMode() if interpreter.key() == TransformType.Jvp else True
-    with torch.set_grad_enabled(gradients), _set_fwd_grad_enabled(tangents):
-        top = functorch.pop_dynamic_layer_stack()
-        try:
-            outputs = function.apply(*inputs)
-        finally:
-            functorch.push_dynamic_layer_stack(top)
+    with torch.set_grad_enabled(gradients), _set_fwd_grad_enabled(tangents), temporarily_pop_interpreter_stack():
+        outputs = function.apply(*inputs)
     return tuple(None if x is None else functorch._wrap_for_grad(x, level) for x in outputs)
 
 
@@ -127,11 +121,8 @@ def _jointly(function: type[LeveledFunction], interpreter: Any, args: tuple[Any,
     level = interpreter.level()
     duals, *pair = _unpacked(args)
     inputs, tangents = (tuple(_each(lambda x: functorch._unwrap_for_grad(x, level), x) for x in some) for some in pair)
-    top = functorch.pop_dynamic_layer_stack()
-    try:
+    with temporarily_pop_interpreter_stack():
         known = _unrecorded(function, inputs, tangents)
-    finally:
-        functorch.push_dynamic_layer_stack(top)
     if known is None:
         return None
     known = tuple(tuple(_each(lambda x: functorch._wrap_for_grad(x, level), x) for x in some) for some in known)
@@ -162,7 +153,7 @@ def _is_memory(x: torch.Tensor) -> bool:
     """Whether the entries of ``x`` are where its address and its strides say."""
     wrapped = functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
     other = x.layout != torch.strided or x.is_neg() or x._is_zerotensor() or torch._is_functional_tensor(x)
-    return type(x) in _PLAIN and not wrapped and not other
+    return type(x) in PLAIN and not wrapped and not other
 
 
 def _modes() -> list[Any]:
@@ -185,4 +176,4 @@ def _is_plain(x: Any) -> bool:
     """No tensor of a subclass, whose ``__torch_function__`` would have to be asked."""
     if isinstance(x, tuple):
         return all(map(_is_plain, x))
-    return type(x) in _PLAIN or not isinstance(x, torch.Tensor)
+    return type(x) in PLAIN or not isinstance(x, torch.Tensor)

@@ -18,6 +18,7 @@ import sorder
 from sorder.func import checkpoint, hvp
 from sorder.kernels import forward_tangent, twin
 from sorder.ops import maps, memo
+from tests.cases import counting
 
 D = 8
 
@@ -26,13 +27,6 @@ D = 8
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each map is computed, F and J in one counting as "both"."""
     counted: Counter[str] = Counter()
-
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any) -> Any:
-            counted[name] += 1
-            return function(*args)
-
-        return count
 
     def serves(q: Tensor, k: Tensor, v: Tensor, bias: Any, vis: Any, tq: Any, tk: Any, tv: Any, spec: Any) -> bool:
         return not any(x is None for x in (tq, tk, tv))
@@ -45,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return o, lse, to, tl, torch.zeros_like(o)
 
     for name in ("forward", "tangent", "backward", "backward_tangent"):
-        monkeypatch.setitem(maps._KERNELS, name, counting(name, getattr(twin, name)))
+        monkeypatch.setitem(maps._KERNELS, name, counting(counted, name, getattr(twin, name)))
     monkeypatch.setattr(maps, "kernels_serve", lambda q: True)
     monkeypatch.setattr(forward_tangent, "serves", serves)
     monkeypatch.setattr(forward_tangent, "forward_tangent", both)

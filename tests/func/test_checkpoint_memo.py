@@ -15,6 +15,7 @@ import sorder
 from sorder.func import checkpoint, hvp
 from sorder.kernels import twin
 from sorder.ops import memo
+from tests.cases import counting
 
 BLOCKS = 2
 
@@ -24,15 +25,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each map is computed; attention of any size is remembered."""
     counted: Counter[str] = Counter()
 
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any) -> Any:
-            counted[name] += 1
-            return function(*args)
-
-        return count
-
     for name in ("forward", "tangent", "backward", "backward_tangent"):
-        monkeypatch.setattr(twin, name, counting(name, getattr(twin, name)))
+        monkeypatch.setattr(twin, name, counting(counted, name, getattr(twin, name)))
     monkeypatch.setattr(memo, "_MIN_SCORES", 0)
     return counted
 

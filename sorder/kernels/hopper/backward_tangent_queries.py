@@ -23,6 +23,7 @@ from sorder.kernels.hopper.tiles import (
     copy_tiles,
     grouped,
     head_index,
+    key_tiles,
     load_lse,
     load_row_vector,
     new_barriers,
@@ -116,12 +117,7 @@ def hopper_backward_tangent_queries_kernel(
         copy_tiles((q_desc, tq_desc, do_desc), resident, resident_bar, 0, head, row0, True, ROWS * D * 6)
     descs = (k_desc, tk_desc, v_desc, tv_desc)
     buffers = (k, tk, v, tv)
-    if CAUSAL:
-        count = (gl.minimum(row0 + ROWS, n_k) + COLS - 1) // COLS
-        full = gl.minimum(row0 + 1, n_k) // COLS
-    else:
-        count = (n_k + COLS - 1) // COLS
-        full = n_k // COLS
+    count, full = key_tiles(row0, n_k, ROWS, COLS, CAUSAL)
     for i in gl.static_range(STAGES - 1):
         copy_tiles(descs, buffers, bars, i, key_head, i * COLS, i < count, COLS * D * 8)
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))

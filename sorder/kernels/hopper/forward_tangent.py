@@ -38,13 +38,16 @@ from sorder.kernels.hopper.tiles import (
     grouped,
     halves,
     head_index,
+    key_tiles,
     matrix_mask,
     matrix_pointers,
     new_barriers,
+    new_ones,
     partial_sums,
     product,
     program_head_and_tile,
     rows_of,
+    store_in_two,
     thread_barrier,
     tile_of,
     visible,
@@ -184,20 +187,14 @@ def _program(
     tk = k if PAIRED else gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     tv = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
-    ones = gl.allocate_shared_memory(dtype, [8, COLS], gl.NVMMASharedLayout.get_default_for([8, COLS], dtype))
-    ones.store(gl.full([8, COLS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])))
+    ones = new_ones(dtype, COLS, num_warps)
     bars = new_barriers(STAGES)
     resident_bar = new_barriers(1)
     barriers_ready()
     copy_tiles((q_desc, tq_desc), (q, tq), resident_bar, 0, head, row0, True, ROWS * D * 4)
     descs = (k_desc, v_desc, tv_desc, tk_desc)
     buffers = (k, v, tv, tk)
-    if CAUSAL:
-        count = (gl.minimum(row0 + ROWS, n_k) + COLS - 1) // COLS
-        full = gl.minimum(row0 + 1, n_k) // COLS
-    else:
-        count = (n_k + COLS - 1) // COLS
-        full = n_k // COLS
+    count, full = key_tiles(row0, n_k, ROWS, COLS, CAUSAL)
     base = count if REDO else 0
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
     vectors = z.to(gl.int64) * n_q + rows
@@ -246,10 +243,7 @@ def _program(
     to = to / gl.convert_layout(weight, gl.SliceLayout(1, output))[:, None]
     to -= gl.convert_layout(drift / weight, gl.SliceLayout(1, output))[:, None] * o
     gl.store(matrix_pointers(O, head, o_strides, row0, ROWS, D, output), o.to(dtype), mask=inside)
-    high = to.to(dtype)
-    gl.store(matrix_pointers(TO, head, to_strides, row0, ROWS, D, output), high, mask=inside)
-    low = (to - high.to(gl.float32)).to(dtype)
-    gl.store(matrix_pointers(LOW, head, low_strides, row0, ROWS, D, output), low, mask=inside)
+    store_in_two(to, TO, LOW, head, to_strides, low_strides, row0, inside, ROWS, D, output)
 
 
 @gluon.jit(do_not_specialize=host.SIZES)

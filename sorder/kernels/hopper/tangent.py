@@ -23,13 +23,16 @@ from sorder.kernels.hopper.tiles import (
     copy_tiles,
     grouped,
     head_index,
+    key_tiles,
     load_lse,
     matrix_mask,
     matrix_pointers,
     new_barriers,
+    new_ones,
     partial_sums,
     product,
     program_head_and_tile,
+    store_in_two,
     thread_barrier,
     visible,
 )
@@ -100,20 +103,14 @@ def hopper_tangent_kernel(
     tk = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
     tv = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, 1, COLS, D], k_desc.layout)
-    ones = gl.allocate_shared_memory(dtype, [8, COLS], gl.NVMMASharedLayout.get_default_for([8, COLS], dtype))
-    ones.store(gl.full([8, COLS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])))
+    ones = new_ones(dtype, COLS, num_warps)
     bars = new_barriers(STAGES)
     resident_bar = new_barriers(1)
     barriers_ready()
     copy_tiles((q_desc, tq_desc), (q, tq), resident_bar, 0, head, row0, True, ROWS * D * 4)
     descs = (k_desc, tk_desc, v_desc, tv_desc)
     buffers = (k, tk, v, tv)
-    if CAUSAL:
-        count = (gl.minimum(row0 + ROWS, n_k) + COLS - 1) // COLS
-        full = gl.minimum(row0 + 1, n_k) // COLS
-    else:
-        count = (n_k + COLS - 1) // COLS
-        full = n_k // COLS
+    count, full = key_tiles(row0, n_k, ROWS, COLS, CAUSAL)
     for i in gl.static_range(STAGES - 1):
         copy_tiles(descs, buffers, bars, i, key_head, i * COLS, i < count, COLS * D * 8)
     rows = row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, scores))
@@ -142,10 +139,7 @@ def hopper_tangent_kernel(
     o = gl.load(matrix_pointers(O, head, o_strides, row0, ROWS, D, output), mask=inside, other=0.0)
     acc -= gl.convert_layout(drift, gl.SliceLayout(1, output))[:, None] * o.to(gl.float32)
     acc = acc / gl.convert_layout(weight, gl.SliceLayout(1, output))[:, None]
-    to = acc.to(dtype)
-    gl.store(matrix_pointers(TO, head, to_strides, row0, ROWS, D, output), to, mask=inside)
-    low = (acc - to.to(gl.float32)).to(dtype)
-    gl.store(matrix_pointers(LOW, head, low_strides, row0, ROWS, D, output), low, mask=inside)
+    store_in_two(acc, TO, LOW, head, to_strides, low_strides, row0, inside, ROWS, D, output)
 
 
 def tangent(

@@ -146,6 +146,39 @@ def visible(row0, col0, n_k, ROWS: gl.constexpr, COLS: gl.constexpr, CAUSAL: gl.
 
 
 @gluon.jit
+def key_tiles(row0, n_k, ROWS: gl.constexpr, COLS: gl.constexpr, CAUSAL: gl.constexpr):
+    """(tiles of keys that a tile of rows sees, how many of them it sees whole); these come first."""
+    if CAUSAL:
+        count = (gl.minimum(row0 + ROWS, n_k) + COLS - 1) // COLS
+        full = gl.minimum(row0 + 1, n_k) // COLS
+    else:
+        count = (n_k + COLS - 1) // COLS
+        full = n_k // COLS
+    return count, full
+
+
+@gluon.jit
+def store_in_two(
+    x, HIGH, LOW, head, high_strides, low_strides, first, inside, ROWS: gl.constexpr, COLS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Stores a tile rounded, in HIGH, and what the rounding loses, rounded, in LOW, where ``inside`` is true."""
+    dtype: gl.constexpr = HIGH.dtype.element_ty
+    high = x.to(dtype)
+    gl.store(matrix_pointers(HIGH, head, high_strides, first, ROWS, COLS, layout), high, mask=inside)
+    low = (x - high.to(gl.float32)).to(dtype)
+    gl.store(matrix_pointers(LOW, head, low_strides, first, ROWS, COLS, layout), low, mask=inside)
+
+
+@gluon.jit
+def new_ones(dtype: gl.constexpr, COLS: gl.constexpr, num_warps: gl.constexpr):
+    """(8, COLS) ones in shared memory: a product with their transpose has the sums of rows in every column."""
+    ones = gl.allocate_shared_memory(dtype, [8, COLS], gl.NVMMASharedLayout.get_default_for([8, COLS], dtype))
+    ones.store(gl.full([8, COLS], 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])))
+    return ones
+
+
+@gluon.jit
 def partial_sums(x, ROWS: gl.constexpr, COLS: gl.constexpr):
     """(ROWS, 8): sums over every eighth column, for which no thread needs another's elements."""
     return gl.sum(gl.reshape(x, [ROWS, COLS // 8, 8]), 1)
