@@ -159,6 +159,10 @@ class Attention(LeveledFunction):
         return to, tl, None if ctx.saved_tensors[6] is None else to_low
 
     @staticmethod
+    def may_join(inputs: tuple[Any, ...]) -> bool:
+        return maps.may_join(*inputs)
+
+    @staticmethod
     def joint(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
         """F and J at once, where one sweep does both."""
         q, k, v, bias, vis, spec = inputs

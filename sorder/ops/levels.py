@@ -38,10 +38,15 @@ class LeveledFunction(torch.autograd.Function):
     Attributes:
         joint: (inputs, their tangents) → (outputs, their tangents), or ``None`` where ``forward`` and ``jvp`` must do
             it. It is asked where nothing but forward mode differentiates the call, of tensors in plain memory.
+        may_join: whether ``joint`` could take inputs of such shapes and dtypes; most calls end here.
     """
 
-    joint: Callable[[tuple[Any, ...], tuple[Any, ...]], Any] | None = None
+    joint: Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
     _of_level: Any
+
+    @staticmethod
+    def may_join(inputs: tuple[Any, ...]) -> bool:
+        return False
 
     def __init_subclass__(cls) -> None:
         rules = {name: staticmethod(getattr(cls, name)) for name in ("setup_context", "backward", "jvp")}
@@ -55,7 +60,7 @@ class LeveledFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         args = tuple(_each(functorch.unwrap_if_dead, x) for x in args)
         interpreter = functorch.peek_interpreter_stack()
-        dual = cls.joint is not None and forward_ad._current_level >= 0
+        dual = forward_ad._current_level >= 0 and cls.may_join(args)
         if interpreter is None and not dual:
             return super(torch.autograd.Function, cls).apply(*args)
         ordinary = all(map(_is_plain, args)) and all(map(_lets_pass, _modes()))
@@ -145,7 +150,6 @@ def _unrecorded(function: type[LeveledFunction], inputs: tuple[Any, ...], tangen
         return None
     if not all(_is_memory(x) and x.device == found[0].device for x in found):
         return None
-    assert function.joint is not None
     return function.joint(inputs, tangents)
 
 

@@ -164,6 +164,13 @@ def forward(
     return _call(torch.ops.sorder.attention_forward, (q, k, v, bias), vis, spec)
 
 
+def may_join(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None, spec: AttentionSpec
+) -> bool:
+    """Whether a kernel does F and J in one sweep if all three tangents are there."""
+    return kernels_serve(q) and joint_sweep.serves(q, k, v, bias, vis, q, k, v, spec)
+
+
 def forward_tangent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
     tq: Optional, tk: Optional, tv: Optional, tbias: Optional, spec: AttentionSpec,

@@ -78,6 +78,7 @@ def joint(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
 
 
 JOINT.joint = staticmethod(joint)  # type: ignore[attr-defined]
+JOINT.may_join = staticmethod(lambda inputs: True)  # type: ignore[attr-defined]
 
 
 class Seen(TorchFunctionMode):
