@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sorder.func.ambient import FirstCallMode
 from sorder.func.second_order import WRONG_IN_EVERY_MODE
+from sorder.ops.versions import version_of
 
 # Losses convex in their first argument for any constant target that they allow. nll_loss and kl_div are
 # linear in log-probabilities, so their curvature is that of the log_softmax before them.
@@ -83,11 +84,6 @@ class WatchedCall:
                 f"{self.function.__name__} had read them, so that their curvature cannot be told; work on a copy, as "
                 "in p = logits.detach().clone()"
             )
-
-
-def version_of(tensor: Tensor) -> int:
-    """Rises with every in-place change; 0 where none is counted."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,11 @@ from sorder.curvature.errors import MissingDerivativeError, missing_derivative
 from sorder.curvature.evaluation import Closure, Evaluation, added, run_closure, total
 from sorder.curvature.fallback import FORWARD, REVERSE, first_that_works
 from sorder.curvature.graph import coarsest_eps, names, python_nodes, refuse_reentrant_checkpoints
-from sorder.curvature.loss_watch import LossWatch, version_of
+from sorder.curvature.loss_watch import LossWatch
 from sorder.curvature.modes import Product, Vector
 from sorder.curvature.replay import Replay
 from sorder.curvature.split import Split, find_split
+from sorder.ops.versions import version_of
 
 RANDOMNESS = "a closure that changes between runs (its randomness, its data, or parameters moved since)"
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatte
 from sorder.func.ambient import Ambient, FirstCallMode
 from sorder.func.recompute import recompute
 from sorder.ops.memo import Memo
+from sorder.ops.versions import version_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -134,21 +135,21 @@ class _Call:
         if self._first:
             self._first = False
             before = {name: b.clone() for name, b in self._constants.items()}
-            versions = {name: _version(b) for name, b in self._constants.items()}
+            versions = {name: version_of(b) for name, b in self._constants.items()}
             # Detached, so that within the call whatever a derivative tracks came by another way.
             tensors = tuple(tensor.detach() for tensor in tensors)
             arguments = tensors[len(self._names) :]
-            unwritten = [_version(x) for x in arguments]
+            unwritten = [version_of(x) for x in arguments]
             watch = _Watch(self._recorded)
             with self._ambient.autocast(), self._ambient.modes(), watch:
                 outputs = self._run(self._function, tensors, {})  # with the buffers themselves: they may be replaced
             self._refuse_traced_draws()
             present = dict(self._modules.named_buffers())
             for name, buffer in self._constants.items():
-                kept = present.get(name) is buffer and _version(buffer) == versions[name]
+                kept = present.get(name) is buffer and version_of(buffer) == versions[name]
                 if not kept or id(buffer) in watch.statistics:
                     self._moved[name] = before[name]
-            same = [_version(x) == v for x, v in zip(arguments, unwritten, strict=True)]
+            same = [version_of(x) == v for x, v in zip(arguments, unwritten, strict=True)]
             self._written = [i for i, kept in zip(self._positions, same, strict=True) if not kept]
             # Later calls must not see a closure's variables rebound, as a loop over blocks rebinds its own.
             self._function = _freeze(self._function)
@@ -254,10 +255,6 @@ def _is_differentiated(tensor: Tensor, level: int, recorded: bool) -> bool:
     # A Function's forward hides tangents, and a tracer would dispatch the look as an operation.
     with _disable_current_modes(), forward_ad._set_fwd_grad_enabled(True):
         return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:

@@ -17,6 +17,7 @@ from sorder.linalg.checks import check_number
 from sorder.linalg.past_modes import past_modes
 from sorder.linalg.pytree import Leaves
 from sorder.linalg.stopping import Record, Residual, StoppingRule
+from sorder.ops.versions import version_of
 
 # Inside, rhs, x0 and every search direction are scaled by powers of two (exact) to norms near 2⁴, so that products may
 # be computed in float16: entries of vectors of 10⁹ elements then round with relative errors below float16's own, and
@@ -185,9 +186,9 @@ def _cg(
     def apply(function: Callable[[Any], Any], name: str, leaves: Leaves) -> list[Tensor]:
         # A tensor counts what is written to it, except in inference mode, where a copy is handed over.
         given = [leaf.clone() if leaf.is_inference() else leaf for leaf in leaves]
-        before = [None if leaf.is_inference() else leaf._version for leaf in leaves]
+        before = list(map(version_of, leaves))
         out = pytree.flatten_like(function(tree(given)), f"the result of {name}", b, spec)
-        if any(n is not None and n != leaf._version for n, leaf in zip(before, leaves, strict=True)):
+        if any(n != version_of(leaf) for n, leaf in zip(before, leaves, strict=True)):
             raise ValueError(f"{name} must not write to its argument")
         return out
 

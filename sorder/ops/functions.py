@@ -24,6 +24,7 @@ from sorder.kernels.mask import Visibility
 from sorder.ops import maps
 from sorder.ops.batching import batched, has_legacy_dim, legacy_rule, over_legacy_dim
 from sorder.ops.levels import PLAIN, LeveledFunction
+from sorder.ops.versions import version_of
 
 Optional = torch.Tensor | None
 
@@ -110,7 +111,7 @@ def _keep(ctx: Any, vis: Visibility | None) -> None:
 
 
 def _versions(vis: Visibility) -> list[int | None]:
-    return [None if x is None or x.is_inference() else x._version for x in vis]
+    return [None if x is None else version_of(x) for x in vis]
 
 
 def _caches(ctx: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
