@@ -252,6 +252,22 @@ class AttentionBackward(LeveledFunction):
         return _tangent_of_backward(ctx, *tangents[:4], *tangents[5:10])
 
     @staticmethod
+    def may_join(inputs: tuple[Any, ...]) -> bool:
+        q, k, v, bias, vis, *_, spec = inputs
+        return maps.may_join_backward(q, k, v, bias, vis, spec)
+
+    @staticmethod
+    def joint(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        """B and T at once, where one sweep does both."""
+        q, k, v, bias, vis, o, lse, _, do, dl, wanted, spec = inputs
+        tq, tk, tv, tbias, _, to, tl, to_low, tdo, tdl = tangents[:10]
+        if any(x is not None and x.dtype != q.dtype for x in (do, tq, tk, tv, to, to_low, tdo)):
+            return None
+        return maps.backward_and_tangent(
+            q, k, v, bias, vis, o, lse, do, dl, tq, tk, tv, tbias, to, tl, to_low, tdo, tdl, wanted, spec
+        )
+
+    @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         return _mapped(AttentionBackward, info, in_dims, args)
 

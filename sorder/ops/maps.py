@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from sorder.kernels import backward_both, twin
 from sorder.kernels import forward_tangent as joint_sweep
-from sorder.kernels import twin
 from sorder.kernels.mask import NOTHING, Visibility
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import fused, layout
@@ -211,6 +211,36 @@ def backward(
         return None, None, None, None
     outputs = _call(torch.ops.sorder.attention_backward, (q, k, v, bias), vis, o, lse, do, dl, wanted, spec)
     return _spread(outputs, wanted)
+
+
+def may_join_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None, spec: AttentionSpec
+) -> bool:
+    """Whether a kernel does B and T in one sweep if all that moves is there."""
+    return kernels_serve(q) and backward_both.serves(q, k, v, bias, vis, (), spec)
+
+
+def backward_and_tangent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
+    o: torch.Tensor, lse: torch.Tensor, do: Optional, dl: Optional,
+    tq: Optional, tk: Optional, tv: Optional, tbias: Optional,
+    to: Optional, tl: Optional, to_low: Optional, tdo: Optional, tdl: Optional, wanted: str, spec: AttentionSpec,
+) -> tuple[Quadruple, Quadruple] | None:  # fmt: skip
+    """B and T in one sweep; ``None`` where no kernel does both, or B is known."""
+    if dl is not None or tdl is not None or tbias is not None or bias is not None or set(wanted) != set("qkv"):
+        return None
+    needed = (do, tq, tk, tv, to, tl, to_low)
+    if not kernels_serve(q) or not backward_both.serves(q, k, v, bias, vis, needed, spec):
+        return None
+    place = where("backward", flat((q, k, v, bias), vis, o, lse, do, dl, wanted, spec))
+    if place is not None and place[1] in place[0]:
+        return None
+    with torch._C._AutoDispatchBelowAutograd():
+        outputs = backward_both.backward_and_tangent(q, k, v, o, lse, do, tq, tk, tv, to, tl, to_low, tdo, spec)
+        laid = [layout.laid_out(x, like) for x, like in zip(outputs, (q, k, v) * 2, strict=True)]
+        if place is not None and not place[2]:
+            place[0].keep(place[1], tuple(laid[:3]))
+    return (*laid[:3], None), (*laid[3:], None)  # type: ignore[return-value]
 
 
 def backward_tangent(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import sorder
+from sorder.func import hvp
+from sorder.kernels import backward_both, forward_tangent
 from sorder.kernels.hopper import dispatch
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps
+from tests.cases import counting
 
 from . import oracle
 from .cases import BOUNDS, Case, make, parametrize
@@ -86,6 +90,20 @@ def test_values_and_tangents_in_one_sweep(case: Case, all_sizes: None) -> None:
 
 
 @pytest.mark.gpu
+@parametrize([case for case in CASES if max(case.d, case.dv) <= 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_and_their_tangents_in_one_sweep(case: Case, dtype: torch.dtype, all_sizes: None) -> None:
+    p = make(case, dtype, "cuda")
+    o, lse = KERNELS.forward(p.q, p.k, p.v, None, None, p.spec)
+    to, tlse, low = KERNELS.tangent(p.q, p.k, p.v, None, None, o, lse, *p.tangents, p.spec)
+    operands = (p.q, p.k, p.v, o, lse, p.cotangents[0], *p.tangents[:3], to, tlse, low, p.cotangent_tangents[0])
+    found, want = backward_both.backward_and_tangent(*operands, p.spec), p.expected()
+    assert [x.shape for x in found] == 2 * [p.q.shape, p.k.shape, p.v.shape]
+    names = ("dq", "dk", "dv", "tdq", "tdk", "tdv")
+    check({name: (got, want[name]) for name, got in zip(names, found, strict=True)}, BOUNDS[dtype])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("causal", "sign"), [(False, 1), (True, 1), (True, -1)])
 def test_scores_far_above_those_of_the_first_tile(d: int, causal: bool, sign: int, all_sizes: None) -> None:
@@ -130,6 +148,25 @@ def test_float16_and_partial_tangents_take_two_sweeps(all_sizes: None) -> None:
 
 
 @pytest.mark.gpu
+def test_a_hessian_product_takes_both_joint_sweeps(all_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: Counter[str] = Counter()
+    for module, name in ((forward_tangent, "forward_tangent"), (backward_both, "backward_and_tangent")):
+        monkeypatch.setattr(module, name, counting(counted, name, getattr(module, name)))
+    x, t = torch.randn(2, 3, 1, 2, 150, 64, device="cuda", dtype=torch.bfloat16).unbind()
+
+    def loss(attend: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return attend(*x).to(torch.float64).square().sum()
+
+    attend = functools.partial(sorder.attention, is_causal=True)
+    (got,) = hvp(functools.partial(loss, attend), (x,), (t,))
+    assert counted == {"forward_tangent": 1, "backward_and_tangent": 1}
+    (want,) = hvp(functools.partial(loss, attend), (x.double(),), (t.double(),))
+    assert oracle.relative_error(got, want) < 4 * BOUNDS[torch.bfloat16]
+    hvp(functools.partial(loss, sorder.attention), (x,), (t,))  # not causal: B and T apart are as fast
+    assert counted == {"forward_tangent": 2, "backward_and_tangent": 1}
+
+
+@pytest.mark.gpu
 def test_only_what_is_wanted_is_computed(deterministic: bool, all_sizes: None) -> None:
     p = make(CASES[0], torch.bfloat16, "cuda")
     o, lse = KERNELS.forward(p.q, p.k, p.v, None, None, p.spec)
@@ -165,7 +202,8 @@ def test_a_row_beyond_the_largest_score_stays_finite(all_sizes: None) -> None:
     to, tlse, *low = KERNELS.tangent(q, k, t, None, None, o, lse, t, t, t, None, spec)
     first = (q, k, t, None, None, o, lse, t, None, t, t, t, None, to, tlse, *low, None, None, "qkv", spec)
     grads = KERNELS.backward_tangent(*first)
-    assert all(x.isfinite().all() for x in (to, tlse, *grads[:3]))
+    both = backward_both.backward_and_tangent(q, k, t, o, lse, t, t, t, t, to, tlse, *low, None, spec)
+    assert all(x.isfinite().all() for x in (to, tlse, *grads[:3], *both))
 
 
 def test_what_is_not_served() -> None:

@@ -69,7 +69,7 @@ def _expect_rows(
 
 
 @gluon.jit
-def _turn(i, steps, masked, WHOLE: gl.constexpr):
+def turn(i, steps, masked, WHOLE: gl.constexpr):
     """The tile of the ``i``-th step: the ``masked`` first ones come last, unless one loop takes the WHOLE."""
     if not WHOLE:
         i = gl.where(i + masked < steps, i + masked, i + masked - steps)
@@ -88,7 +88,7 @@ def _copy_rows(
     head, z, first, steps, row_tiles, masked = at
     stage = step % STAGES
     member = step // steps if GROUP > 1 else 0
-    tile = first + _turn(step - member * steps, steps, masked, WHOLE)
+    tile = first + turn(step - member * steps, steps, masked, WHOLE)
     there = step < GROUP * steps
     place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
     vector = (z * GROUP + member) * row_tiles + tile
@@ -104,7 +104,7 @@ def _copy_rows(
 
 
 @gluon.jit
-def _row_vector(vectors, stage, j: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+def row_vector(vectors, stage, j: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
     return vectors.index(stage).slice(j * ROWS, ROWS, dim=1).load(layout)
 
 
@@ -136,7 +136,7 @@ def _add_queries(
     _, z, first, steps, row_tiles, masked = at
     step = gl.maximum(step - 1, 0)
     member = step // steps if GROUP > 1 else 0
-    tile = (z * GROUP + member).to(gl.int64) * row_tiles + first + _turn(step - member * steps, steps, masked, WHOLE)
+    tile = (z * GROUP + member).to(gl.int64) * row_tiles + first + turn(step - member * steps, steps, masked, WHOLE)
     add_fragments(DQ + tile * (ROWS * D), dq, ROWS if ROWS < 64 else D, num_warps)
 
 
@@ -195,16 +195,14 @@ def _sweep(
         s = warpgroup_mma_wait(2 if PAIRED else 3, deps=(s,))
         if PAIRED:
             s, k_tq = halves(s, ROWS, scores)
-        p = gl.exp2(s * (scale * LOG2E) - _row_vector(vectors, stage, 0, ROWS, scores))
+        p = gl.exp2(s * (scale * LOG2E) - row_vector(vectors, stage, 0, ROWS, scores))
         if MASKED:
-            rows = (first + _turn(i, steps, masked, WHOLE)) * ROWS + gl.arange(
-                0, ROWS, layout=gl.SliceLayout(0, scores)
-            )
+            rows = (first + turn(i, steps, masked, WHOLE)) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
             p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
         ts = warpgroup_mma_wait(1, deps=(ts,))
         if PAIRED:
             ts += k_tq
-        tp = p * (ts * scale - _row_vector(vectors, stage, 1, ROWS, scores))
+        tp = p * (ts * scale - row_vector(vectors, stage, 1, ROWS, scores))
         dv = add_product(gl.convert_layout(tp.to(dtype), operand), do, dv)
         tdp = product(tv, do.permute((1, 0)), empty)
         if DUAL:
@@ -215,8 +213,8 @@ def _sweep(
         dp = warpgroup_mma_wait((2 if PAIRED else 3) if DUAL else 1, deps=(dp,))
         if PAIRED and DUAL:
             dp, v_tdo = halves(dp, ROWS, scores)
-        delta = _row_vector(vectors, stage, 2, ROWS, scores)
-        tdelta = _row_vector(vectors, stage, 3, ROWS, scores)
+        delta = row_vector(vectors, stage, 2, ROWS, scores)
+        tdelta = row_vector(vectors, stage, 3, ROWS, scores)
         centred = dp - delta
         ds = (p * centred).to(dtype)
         tp = tp * centred
@@ -351,5 +349,5 @@ def gradients(
         ),
         WIDTH=k.shape[-1], WIDTH_V=v.shape[-1], width=width, DUAL=tdo is not None, over_keys=True, splits=splits,
     )  # fmt: skip
-    dq = rows_of_fragments(heads, sums, q, spec.scale)
+    (dq,) = rows_of_fragments(heads, sums, q, spec.scale)
     return dq, heads.merged(dk, k.dtype, splits), heads.merged(dv, v.dtype, splits)  # type: ignore[return-value]

@@ -31,36 +31,42 @@ def add_fragments(base, x, N: gl.constexpr, num_warps: gl.constexpr):
 
 @gluon.jit(do_not_specialize=("n_q", "lead1", "lead2"))
 def hopper_rows_of_fragments_kernel(
-    SUMS, Y, y_strides, lead1, lead2, n_q, scale,
+    SUMS, Y, TY, strides, lead1, lead2, n_q, scale,
     WIDTH: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     tile = gl.program_id(0) % ((n_q + ROWS - 1) // ROWS)
     z = gl.program_id(0) // ((n_q + ROWS - 1) // ROWS)
     TRANSPOSED: gl.constexpr = ROWS < 64
     N: gl.constexpr = ROWS if TRANSPOSED else D
+    piece = gl.program_id(0).to(gl.int64) * gl.num_programs(1) + gl.program_id(1)
     places = gl.arange(0, ROWS * D, layout=gl.BlockedLayout([4], [32], [num_warps], [0]))
-    x = gl.load(SUMS + gl.program_id(0).to(gl.int64) * (ROWS * D) + places)
+    x = gl.load(SUMS + piece * (ROWS * D) + places)
     x = gl.permute(gl.reshape(x, [N // 8, ROWS * D // N // 16, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
     x = gl.reshape(x, [ROWS * D // N, N])
     if TRANSPOSED:
         x = gl.permute(x, [1, 0])
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     y = gl.convert_layout(x, layout) * scale
-    store_matrix(y, Y, head_index(z, lead1, lead2), y_strides, tile * ROWS, n_q, WIDTH, ROWS, D, layout)
+    head = head_index(z, lead1, lead2)
+    if gl.program_id(1) == 0:
+        store_matrix(y, Y, head, strides, tile * ROWS, n_q, WIDTH, ROWS, D, layout)
+    else:
+        store_matrix(y, TY, head, strides, tile * ROWS, n_q, WIDTH, ROWS, D, layout)
 
 
-def new_sums(heads: launch.Heads, q: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """Zeros for the sums of tiles of ``rows`` rows of a matrix like Q, padded to ``width`` columns."""
-    return torch.zeros(heads.count, launch.cdiv(q.shape[-2], rows), rows, width, dtype=torch.float32, device=q.device)
+def new_sums(heads: launch.Heads, q: torch.Tensor, rows: int, width: int, count: int = 1) -> torch.Tensor:
+    """Zeros for the sums of tiles of ``rows`` rows of one or two matrices like Q, padded to ``width`` columns."""
+    tiles = launch.cdiv(q.shape[-2], rows)
+    return torch.zeros(heads.count, tiles, count, rows, width, dtype=torch.float32, device=q.device)
 
 
-def rows_of_fragments(heads: launch.Heads, sums: torch.Tensor, like: torch.Tensor, scale: float) -> torch.Tensor:
-    """``scale`` times the sums, as a folded matrix like ``like``."""
-    y = launch.new_matrix(like, like.shape[-1])
-    _, tiles, rows, width = sums.shape
+def rows_of_fragments(heads: launch.Heads, sums: torch.Tensor, like: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    """``scale`` times the sums, as folded matrices like ``like``."""
+    _, tiles, count, rows, width = sums.shape
+    matrices = [launch.new_matrix(like, like.shape[-1]) for _ in range(count)]
     with torch.cuda.device_of(like):
-        hopper_rows_of_fragments_kernel[(heads.count * tiles,)](
-            sums, y, *heads.strides(y), *heads.folded[1:], like.shape[-2], scale,
+        hopper_rows_of_fragments_kernel[(heads.count * tiles, count)](
+            sums, matrices[0], matrices[-1], *heads.strides(matrices[0]), *heads.folded[1:], like.shape[-2], scale,
             WIDTH=like.shape[-1], D=width, ROWS=rows, num_warps=4,
         )  # fmt: skip
-    return y
+    return matrices

@@ -26,6 +26,8 @@ _SETTINGS: dict[tuple[str, int], launch.Config] = {
     ("backward_tangent", 128): launch.Config(32, 128, 8, 2),
     ("backward_tangent_dual", 64): launch.Config(64, 64, 4, 2),
     ("backward_tangent_dual", 128): launch.Config(32, 128, 8, 2),
+    ("backward_both", 64): launch.Config(32, 64, 4, 2),
+    ("backward_both_dual", 64): launch.Config(32, 64, 4, 2),
     ("backward_tangent_keys", 64): launch.Config(64, 64, 4, 2),
     ("backward_tangent_keys", 128): launch.Config(32, 64, 4, 2),
     ("backward_tangent_dual_keys", 64): launch.Config(64, 64, 4, 2),
@@ -68,6 +70,12 @@ class Descriptors:
         Beyond the end they read 0: a row of zeros in Q, Q̇, dO and dȮ adds nothing whatever its L is.
         """
         return [self._once(self._vector, x, rows) for x in vectors]
+
+    def pair(self, rows: int, x: torch.Tensor, tx: torch.Tensor) -> TensorDescriptor:
+        """Of a tile of ``rows`` rows of ``x`` above that of ``tx``, which one copy brings: they are stacked first."""
+        both = torch.stack((x, tx)).view(2, self._heads.count, *x.shape[-2:])
+        template = _pair_template(x.dtype, self._width, rows)
+        return _filled(template, both, list(both.shape), list(both.stride()), both)
 
     def pieces(self, x: torch.Tensor) -> TensorDescriptor:
         """Of the rows of a contiguous float32 matrix."""
@@ -115,6 +123,13 @@ def _matrix_template(dtype: torch.dtype, width: int, rows: int) -> TensorDescrip
     tile = [1, 1, 1, rows, width]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
     return TensorDescriptor(torch.empty(tile, dtype=dtype), tile, [8, 8, 8, 8, 1], tile, layout)
+
+
+@functools.cache
+def _pair_template(dtype: torch.dtype, width: int, rows: int) -> TensorDescriptor:
+    tile = [2, 1, rows, width]
+    layout = gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor(torch.empty(tile, dtype=dtype), tile, [8, 8, 8, 1], tile, layout)
 
 
 @functools.cache

@@ -108,6 +108,13 @@ def halves(x, COLS: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def side_by_side(left, right, layout: gl.constexpr):
+    """The inverse of :func:`halves`, in ``layout``."""
+    both = gl.permute(gl.join(left, right), [0, 2, 1])
+    return gl.convert_layout(gl.reshape(both, [left.shape[0], 2 * left.shape[1]]), layout, assert_trivial=True)
+
+
+@gluon.jit
 def matrix_pointers(base, head, strides, first, ROWS: gl.constexpr, COLS: gl.constexpr, layout: gl.constexpr):
     """Addresses of a (ROWS, COLS) tile in global memory, as ``layout`` holds it."""
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))

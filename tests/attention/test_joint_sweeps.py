@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_map
 
 import sorder
 from sorder.func import checkpoint, hvp
-from sorder.kernels import forward_tangent, twin
+from sorder.kernels import backward_both, forward_tangent, twin
+from sorder.kernels.hopper import dispatch
+from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps, memo
 from tests.cases import counting
 
@@ -25,7 +27,7 @@ D = 8
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each map is computed, F and J in one counting as "both"."""
+    """How often each map is computed; F and J in one are "both", B and T in one "both_backward"."""
     counted: Counter[str] = Counter()
 
     def serves(q: Tensor, k: Tensor, v: Tensor, bias: Any, vis: Any, tq: Any, tk: Any, tv: Any, spec: Any) -> bool:
@@ -38,11 +40,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         to, tl, _ = twin.tangent(q, k, v, None, None, o, lse, tq, tk, tv, None, spec)
         return o, lse, to, tl, torch.zeros_like(o)
 
+    def both_backward(*args: Any) -> Any:
+        q, k, v, o, lse, do, tq, tk, tv, to, tl, to_low, tdo, spec = args
+        counted["both_backward"] += 1
+        first = twin.backward(q, k, v, None, None, o, lse, do, None, "qkv", spec)[:3]
+        caches = (q, k, v, None, None, o, lse, do, None, tq, tk, tv, None, to, tl, to_low, tdo, None)
+        return *first, *twin.backward_tangent(*caches, "qkv", spec)[:3]
+
     for name in ("forward", "tangent", "backward", "backward_tangent"):
         monkeypatch.setitem(maps._KERNELS, name, counting(counted, name, getattr(twin, name)))
     monkeypatch.setattr(maps, "kernels_serve", lambda q: True)
     monkeypatch.setattr(forward_tangent, "serves", serves)
     monkeypatch.setattr(forward_tangent, "forward_tangent", both)
+    monkeypatch.setattr(backward_both, "serves", lambda q, k, v, bias, vis, needed, spec: None not in needed)
+    monkeypatch.setattr(backward_both, "backward_and_tangent", both_backward)
     return counted
 
 
@@ -102,10 +113,13 @@ def batched_tangents(x: tuple[Tensor, ...], t: tuple[Tensor, ...]) -> Any:
 PRODUCTS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "jvp": (lambda x, t: jvp(loss, (x,), (t,)), {"both": 1}),
     "live dual numbers": (live, {"both": 1}),
-    "jvp of grad": (lambda x, t: jvp(grad(loss), (x,), (t,)), {"both": 1, "backward": 1, "backward_tangent": 1}),
+    "jvp of grad": (
+        lambda x, t: jvp(grad(loss), (x,), (t,)),
+        {"both": 1, "both_backward": 1, "backward": 0, "backward_tangent": 0},
+    ),
     "jvp of vjp": (
         lambda x, t: jvp(lambda *x: vjp(lambda *x: sorder.attention(*x), *x)[1](x[0]), x, t),
-        {"both": 1, "backward": 1, "backward_tangent": 1},
+        {"both": 1, "both_backward": 1, "backward": 0, "backward_tangent": 0},
     ),
     "grad of jvp": (
         lambda x, t: grad(lambda x: jvp(loss, (x,), (t,))[1])(x),
@@ -114,7 +128,7 @@ PRODUCTS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     "vmap of jvp": (lambda x, t: vmap(lambda t: jvp(loss, (x,), (t,))[1])(tuple(a[None] for a in t)), {"both": 0}),
     "queries that move alone": (only_queries, {"both": 0, "forward": 1, "tangent": 1}),
     "checkpoint": (through_a_checkpoint, {"both": 0, "forward": 1}),
-    "hvp": (by_hvp, {"both": 1, "backward": 1, "backward_tangent": 1}),
+    "hvp": (by_hvp, {"both": 1, "both_backward": 1, "backward": 0, "backward_tangent": 0}),
     "grad of jvp in inference mode": (in_inference_mode, {"both": 0, "forward": 1}),
     "jvp of grad, partly in inference mode": (partly_in_inference_mode, {"both": 0}),
     "changed in place": (changed_in_place, {"both": 2}),
@@ -133,7 +147,25 @@ def test_values_and_tangents_are_computed_together(
     got = product(x, t)
     assert {kind: calls[kind] for kind in expected} == expected
     monkeypatch.setattr(forward_tangent, "serves", lambda *_: False)
+    monkeypatch.setattr(backward_both, "serves", lambda *_: False)
     torch.testing.assert_close(got, product(x, t), rtol=1e-13, atol=1e-13)
+
+
+def test_where_backward_and_its_tangent_are_one_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def served(d: int, causal: bool) -> bool:
+        x = torch.empty(1, 2, 5, d, dtype=torch.bfloat16)
+        return backward_both.serves(x, x, x, None, None, (x,), AttentionSpec(1.0, causal))
+
+    monkeypatch.setattr(dispatch, "serves", lambda *_: True)
+    assert served(64, True)
+    assert served(40, True)
+    assert not served(128, True)
+    assert not served(64, False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not served(64, True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 class Wrapper(Tensor):
