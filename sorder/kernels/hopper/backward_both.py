@@ -152,24 +152,29 @@ def _sweep(
         for j in gl.static_range(len(bars)):
             mbarrier.wait(bars[j].index(stage), phase)
         s = product(k, q_tq.permute((1, 0)), empty_pair)
+        # Row scalars are read before the products that they meet are awaited: shared memory has its latency, too.
+        lse = row_vector(buffers[2], stage, 0, ROWS, scores)
+        tlse = row_vector(buffers[2], stage, 1, ROWS, scores)
         dq, tdq = warpgroup_mma_wait(1, deps=(dq, tdq))
         _add_queries(SUMS, dq, tdq, step, at, ROWS, D, GROUP, scores, num_warps)
         ts = product(tk, q.permute((1, 0)), empty)
         thread_barrier()  # the tile before is done with
         _copy_rows(descs, buffers, bars, step + STAGES - 1, at, ROWS, STAGES, GROUP, DUAL)
+        _expect_rows(bars, step + STAGES, GROUP * steps, ROWS, D, STAGES, DUAL)
         thread_barrier()  # otherwise the compiler puts one before the first product with Q̇
         dp = product(v, do_tdo.permute((1, 0)), empty_pair if DUAL else empty)
         s = warpgroup_mma_wait(2, deps=(s,))
         s, k_tq = halves(s, ROWS, scores)
-        p = gl.exp2(s * (scale * LOG2E) - row_vector(buffers[2], stage, 0, ROWS, scores))
+        p = gl.exp2(s * (scale * LOG2E) - lse)
         if MASKED:
             rows = (first + turn(i, steps, masked, False)) * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores))
             p = gl.where(rows[None, :] >= since[:, None], p, 0.0)
         weight = gl.convert_layout(p.to(dtype), operand)
         dv = add_product(weight, do, dv)
         ts = warpgroup_mma_wait(2, deps=(ts,))
-        tp = p * ((ts + k_tq) * scale - row_vector(buffers[2], stage, 1, ROWS, scores))
+        tp = p * ((ts + k_tq) * scale - tlse)
         tdv = add_product(gl.convert_layout(tp.to(dtype), operand), do, tdv)
+        delta = row_vector(buffers[2], stage, 2, ROWS, scores)
         if DUAL:
             tdv = add_product(weight, rows_of(do_tdo, True, ROWS), tdv)
             dp = warpgroup_mma_wait(3, deps=(dp,))
@@ -178,18 +183,18 @@ def _sweep(
         else:
             tdp = product(tv, do.permute((1, 0)), empty)
             dp = warpgroup_mma_wait(3, deps=(dp,))
-        centred = dp - row_vector(buffers[2], stage, 2, ROWS, scores)
+        centred = dp - delta
         ds = (p * centred).to(dtype)
         tp = tp * centred
         dk = add_product(gl.convert_layout(ds, operand), q, dk)
         tdk = add_product(gl.convert_layout(ds, operand), tq, tdk)
+        tdelta = row_vector(buffers[2], stage, 3, ROWS, scores)
         tdp = warpgroup_mma_wait(2, deps=(tdp,))
         if DUAL:
             tdp += v_tdo
-        tds = (tp + p * (tdp - row_vector(buffers[2], stage, 3, ROWS, scores))).to(dtype)
+        tds = (tp + p * (tdp - tdelta)).to(dtype)
         tdk = add_product(gl.convert_layout(tds, operand), q, tdk)
         weights.index(i * zero).permute((1, 0)).store(side_by_side(ds, tds, wide))
-        _expect_rows(bars, step + STAGES, GROUP * steps, ROWS, D, STAGES, DUAL)
         fence_async_shared()
         thread_barrier()
     dk, tdk, dv, tdv = warpgroup_mma_wait(0, deps=(dk, tdk, dv, tdv))
