@@ -114,6 +114,8 @@ def _jointly(function: type[LeveledFunction], interpreter: Any, args: tuple[Any,
     if (interpreter is not None and interpreter.key() != TransformType.Jvp) or not torch._C._is_fwd_grad_enabled():
         return None
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if any(map(functorch.is_legacy_batchedtensor, tensors)):  # these cannot be unpacked
+        return None
     inference = torch.is_inference_mode_enabled()
     if any(x.is_inference() != inference for x in tensors):  # of these there are no views, such as a dual's primal
         return None

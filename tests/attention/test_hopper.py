@@ -11,7 +11,7 @@ import torch
 
 import sorder
 from sorder.func import hvp
-from sorder.kernels import backward_both, forward_tangent
+from sorder.kernels import backward_both, forward_tangent, launch
 from sorder.kernels.hopper import dispatch
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps
@@ -101,6 +101,17 @@ def test_gradients_and_their_tangents_in_one_sweep(case: Case, dtype: torch.dtyp
     assert [x.shape for x in found] == 2 * [p.q.shape, p.k.shape, p.v.shape]
     names = ("dq", "dk", "dv", "tdq", "tdk", "tdv")
     check({name: (got, want[name]) for name, got in zip(names, found, strict=True)}, BOUNDS[dtype])
+
+
+@pytest.mark.gpu
+@parametrize([case for case in CASES if case.kv_heads])
+def test_programs_that_serve_several_query_heads(
+    case: Case, deterministic: bool, all_sizes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 1)  # then no group is divided among programs
+    test_against_the_oracle(case, torch.bfloat16, deterministic, all_sizes)
+    if max(case.d, case.dv) <= 64:
+        test_gradients_and_their_tangents_in_one_sweep(case, torch.bfloat16, all_sizes)
 
 
 @pytest.mark.gpu

@@ -196,6 +196,17 @@ def test_tensors_that_hold_no_memory_go_another_way(calls: Counter[str]) -> None
     assert calls["tangent"] == 3
 
 
+def test_batched_cotangents_within_a_dual_level(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is a dual number, but one might be, of those that hide a dimension, too."""
+    x = [torch.randn(1, 2, 5, D, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    cotangents = torch.randn(3, 1, 2, 5, D, dtype=torch.float64)
+    o = sorder.attention(*x, is_causal=True)
+    with forward_ad.dual_level():
+        got = torch.autograd.grad(o, x, cotangents, is_grads_batched=True, retain_graph=True)
+    want = [torch.autograd.grad(o, x, c, retain_graph=True) for c in cotangents]
+    torch.testing.assert_close(got, tuple(map(torch.stack, zip(*want, strict=True))), rtol=1e-13, atol=1e-13)
+
+
 def test_a_tangent_on_another_device_is_refused() -> None:
     x = torch.randn(1, 2, 5, D)
     with pytest.raises(ValueError, match="tangent of query must be on its device cpu, got meta"):

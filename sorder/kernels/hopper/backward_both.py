@@ -21,7 +21,7 @@ Per tile, in order of issue (a barrier of all threads at each bar):
 
 With dȮ, V̇·dOᵀ waits for dP: registers are scarce. Tiles that need masks have a loop of their own, the last. All
 products are complete between the two: where a loop hands on products in flight, the compiler finds too few registers
-for either.
+for either. So it does for two loops where a program serves several query heads; there one loop masks every tile.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def hopper_backward_both_kernel(
     first = col0 // ROWS if CAUSAL else 0
     steps = gl.maximum(row_tiles - first, 0)
     DIAGONAL: gl.constexpr = (COLS + ROWS - 1) // ROWS if CAUSAL else 0
-    masked = gl.minimum(steps, DIAGONAL) if col0 + COLS <= n_k else steps
+    masked = gl.minimum(steps, DIAGONAL) if MEMBERS == 1 and col0 + COLS <= n_k else steps
     at = (head, z, first, steps, row_tiles, masked)
     for i in gl.static_range(STAGES):
         _expect_rows(bars, i, MEMBERS * steps, ROWS, D, STAGES, DUAL)
@@ -258,10 +258,11 @@ def hopper_backward_both_kernel(
     mbarrier.wait(resident_bar.index(0), 0)
     thread_barrier()  # otherwise the compiler puts one at the head of the loop
     for member in range(MEMBERS):
-        acc = _sweep(
-            resident, zero, descs, buffers, bars, weights, SUMS, at, member, 0, steps - masked, col0, n_k, scale,
-            acc, False, ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, scores, operand, wide, num_warps,
-        )  # fmt: skip
+        if MEMBERS == 1:
+            acc = _sweep(
+                resident, zero, descs, buffers, bars, weights, SUMS, at, member, 0, steps - masked, col0, n_k, scale,
+                acc, False, ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, scores, operand, wide, num_warps,
+            )  # fmt: skip
         acc = _sweep(
             resident, zero, descs, buffers, bars, weights, SUMS, at, member, steps - masked, steps, col0, n_k, scale,
             acc, True, ROWS, COLS, D, STAGES, MEMBERS, CAUSAL, DUAL, scores, operand, wide, num_warps,
