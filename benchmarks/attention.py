@@ -6,7 +6,7 @@ Every figure of a row comes from one process on one GPU, medians in milliseconds
 (first order, through autograd), ``second_backward`` (the gradient of the first backward, all three cotangents
 defined), ``jvp_grad`` (value of the gradient and its tangent by ``torch.func.jvp`` of ``torch.func.vjp``, everything
 included; ``jvp_grad_captured``, up to 8,192 tokens: in a CUDA graph, without the host's time between its kernels).
-Memory is the peak above the inputs of one such pass.
+Memory is the peak above the inputs of a whole second-order step and of one ``jvp_grad``.
 """
 
 from __future__ import annotations
@@ -157,6 +157,9 @@ def row(heads: int, n: int, d: int, causal: bool, dtype: torch.dtype, rep: int) 
                 if order == "second" and name != "materialised":
                     bytes_ = peak_bytes(passes["second_order_step"])
                     result[f"{name}.bytes_per_token_and_head"] = round(bytes_ / (n * heads), 1)
+                if "jvp_grad" in passes:
+                    bytes_ = peak_bytes(passes["jvp_grad"])
+                    result[f"{name}.jvp_grad_bytes_per_token_and_head"] = round(bytes_ / (n * heads), 1)
             except (RuntimeError, TypeError, ValueError, torch.OutOfMemoryError) as error:
                 result[f"{name}.error"] = str(error).split("\n")[0][:200]
             passes = {}

@@ -14,7 +14,13 @@ import triton
 
 
 def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
-    """Hardware, versions and the commit (asked of git where not given)."""
+    """Hardware, versions and the commit (asked of git where not given).
+
+    Raises:
+        SystemExit: the benchmark needs a GPU, and there is none.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA GPU, and PyTorch finds none")
     if commit is None:
         here = Path(__file__).parent
         asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)

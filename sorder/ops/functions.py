@@ -170,7 +170,7 @@ class Attention(LeveledFunction):
         tq, tk, tv, tbias = tangents[:4]
         if any(t is not None and t.dtype != q.dtype for t in (tq, tk, tv)):  # jvp says what is wrong
             return None
-        found = maps.forward_tangent(q, k, v, bias, vis, tq, tk, tv, tbias, spec)
+        found = maps.forward_and_tangent(q, k, v, bias, vis, tq, tk, tv, tbias, spec)
         if found is None:
             return None
         o, lse, *of_tangents = found

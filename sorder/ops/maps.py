@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from sorder.kernels import backward_both, twin
-from sorder.kernels import forward_tangent as joint_sweep
+from sorder.kernels import backward_and_tangent as joint_backward
+from sorder.kernels import forward_and_tangent as joint_forward
+from sorder.kernels import twin
 from sorder.kernels.mask import NOTHING, Visibility
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import fused, layout
@@ -168,22 +169,22 @@ def may_join(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None, spec: AttentionSpec
 ) -> bool:
     """Whether a kernel does F and J in one sweep if all three tangents are there."""
-    return kernels_serve(q) and joint_sweep.serves(q, k, v, bias, vis, q, k, v, spec)
+    return kernels_serve(q) and joint_forward.serves(q, k, v, bias, vis, spec)
 
 
-def forward_tangent(
+def forward_and_tangent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
     tq: Optional, tk: Optional, tv: Optional, tbias: Optional, spec: AttentionSpec,
 ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
     """F and J in one sweep: (o, lse, ȯ, l̇, what rounding ȯ lost); ``None`` where no kernel does both, or F is known."""
-    if tbias is not None or not kernels_serve(q) or not joint_sweep.serves(q, k, v, bias, vis, tq, tk, tv, spec):
+    if tbias is not None or not kernels_serve(q) or not joint_forward.serves(q, k, v, bias, vis, spec, tq, tk, tv):
         return None
     assert tq is not None and tk is not None and tv is not None
     place = where("forward", flat((q, k, v, bias), vis, spec))
     if place is not None and place[1] in place[0]:
         return None
     with torch._C._AutoDispatchBelowAutograd():
-        o, lse, to, tl, low = joint_sweep.forward_tangent(q, k, v, tq, tk, tv, spec)
+        o, lse, to, tl, low = joint_forward.forward_and_tangent(q, k, v, tq, tk, tv, spec)
         o, to, low = (layout.laid_out(x, q) for x in (o, to, low))
         if place is not None and not place[2]:
             place[0].keep(place[1], (o, lse))
@@ -217,7 +218,7 @@ def may_join_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None, spec: AttentionSpec
 ) -> bool:
     """Whether a kernel does B and T in one sweep if all that moves is there."""
-    return kernels_serve(q) and backward_both.serves(q, k, v, bias, vis, (), spec)
+    return kernels_serve(q) and joint_backward.serves(q, k, v, bias, vis, spec)
 
 
 def backward_and_tangent(
@@ -229,14 +230,15 @@ def backward_and_tangent(
     """B and T in one sweep; ``None`` where no kernel does both, or B is known."""
     if dl is not None or tdl is not None or tbias is not None or bias is not None or set(wanted) != set("qkv"):
         return None
-    needed = (do, tq, tk, tv, to, tl, to_low)
-    if not kernels_serve(q) or not backward_both.serves(q, k, v, bias, vis, needed, spec):
+    if not kernels_serve(q) or not joint_backward.serves(q, k, v, bias, vis, spec, do, tq, tk, tv, to, tl, to_low):
         return None
+    assert do is not None and tq is not None and tk is not None and tv is not None
+    assert to is not None and tl is not None and to_low is not None
     place = where("backward", flat((q, k, v, bias), vis, o, lse, do, dl, wanted, spec))
     if place is not None and place[1] in place[0]:
         return None
     with torch._C._AutoDispatchBelowAutograd():
-        outputs = backward_both.backward_and_tangent(q, k, v, o, lse, do, tq, tk, tv, to, tl, to_low, tdo, spec)
+        outputs = joint_backward.backward_and_tangent(q, k, v, o, lse, do, tq, tk, tv, to, tl, to_low, tdo, spec)
         laid = [layout.laid_out(x, like) for x, like in zip(outputs, (q, k, v) * 2, strict=True)]
         if place is not None and not place[2]:
             place[0].keep(place[1], tuple(laid[:3]))

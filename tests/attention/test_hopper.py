@@ -11,7 +11,7 @@ import torch
 
 import sorder
 from sorder.func import hvp
-from sorder.kernels import backward_both, forward_tangent, launch
+from sorder.kernels import backward_and_tangent, forward_and_tangent, launch
 from sorder.kernels.hopper import dispatch
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps
@@ -78,7 +78,7 @@ def test_against_the_oracle(case: Case, dtype: torch.dtype, deterministic: bool,
 @parametrize([case for case in CASES if case.cotangent_tangents])
 def test_values_and_tangents_in_one_sweep(case: Case, all_sizes: None) -> None:
     p = make(case, torch.bfloat16, "cuda")
-    found = maps.forward_tangent(p.q, p.k, p.v, None, None, *p.tangents, p.spec)
+    found = maps.forward_and_tangent(p.q, p.k, p.v, None, None, *p.tangents, p.spec)
     assert found is not None
     want = p.expected()
     results = {name: (got, want[name]) for name, got in zip(("o", "lse", "to", "tlse"), found, strict=False)}
@@ -97,7 +97,7 @@ def test_gradients_and_their_tangents_in_one_sweep(case: Case, dtype: torch.dtyp
     o, lse = KERNELS.forward(p.q, p.k, p.v, None, None, p.spec)
     to, tlse, low = KERNELS.tangent(p.q, p.k, p.v, None, None, o, lse, *p.tangents, p.spec)
     operands = (p.q, p.k, p.v, o, lse, p.cotangents[0], *p.tangents[:3], to, tlse, low, p.cotangent_tangents[0])
-    found, want = backward_both.backward_and_tangent(*operands, p.spec), p.expected()
+    found, want = backward_and_tangent.backward_and_tangent(*operands, p.spec), p.expected()
     assert [x.shape for x in found] == 2 * [p.q.shape, p.k.shape, p.v.shape]
     names = ("dq", "dk", "dv", "tdq", "tdk", "tdv")
     check({name: (got, want[name]) for name, got in zip(names, found, strict=True)}, BOUNDS[dtype])
@@ -125,7 +125,7 @@ def test_scores_far_above_those_of_the_first_tile(d: int, causal: bool, sign: in
     k[:, 1, 300:] *= 1e4  # beyond float32's exponents: weights would be infinite
     q[:, 2, ::3] = 0.0
     spec = AttentionSpec(sign * d**-0.5, causal)
-    found = maps.forward_tangent(q, k, v, None, None, tq, tk, tv, None, spec)
+    found = maps.forward_and_tangent(q, k, v, None, None, tq, tk, tv, None, spec)
     assert found is not None
     dense = functools.partial(oracle.dense, causal=causal, scale=spec.scale)
     primals, tangents = (tuple(x.double() for x in some) for some in ((q, k, v), (tq, tk, tv)))
@@ -152,16 +152,16 @@ def test_negative_scale(dtype: torch.dtype, all_sizes: None) -> None:
 def test_float16_and_partial_tangents_take_two_sweeps(all_sizes: None) -> None:
     x = torch.randn(1, 2, 100, 64, device="cuda", dtype=torch.float16)
     spec = AttentionSpec(0.125, True)
-    assert maps.forward_tangent(x, x, x, None, None, x, x, x, None, spec) is None
+    assert maps.forward_and_tangent(x, x, x, None, None, x, x, x, None, spec) is None
     x = x.bfloat16()
-    assert maps.forward_tangent(x, x, x, None, None, x, x, x, None, spec) is not None
-    assert maps.forward_tangent(x, x, x, None, None, x, None, x, None, spec) is None
+    assert maps.forward_and_tangent(x, x, x, None, None, x, x, x, None, spec) is not None
+    assert maps.forward_and_tangent(x, x, x, None, None, x, None, x, None, spec) is None
 
 
 @pytest.mark.gpu
 def test_a_hessian_product_takes_both_joint_sweeps(all_sizes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     counted: Counter[str] = Counter()
-    for module, name in ((forward_tangent, "forward_tangent"), (backward_both, "backward_and_tangent")):
+    for module, name in ((forward_and_tangent, "forward_and_tangent"), (backward_and_tangent, "backward_and_tangent")):
         monkeypatch.setattr(module, name, counting(counted, name, getattr(module, name)))
     x, t = torch.randn(2, 3, 1, 2, 150, 64, device="cuda", dtype=torch.bfloat16).unbind()
 
@@ -170,11 +170,11 @@ def test_a_hessian_product_takes_both_joint_sweeps(all_sizes: None, monkeypatch:
 
     attend = functools.partial(sorder.attention, is_causal=True)
     (got,) = hvp(functools.partial(loss, attend), (x,), (t,))
-    assert counted == {"forward_tangent": 1, "backward_and_tangent": 1}
+    assert counted == {"forward_and_tangent": 1, "backward_and_tangent": 1}
     (want,) = hvp(functools.partial(loss, attend), (x.double(),), (t.double(),))
     assert oracle.relative_error(got, want) < 4 * BOUNDS[torch.bfloat16]
     hvp(functools.partial(loss, sorder.attention), (x,), (t,))  # not causal: B and T apart are as fast
-    assert counted == {"forward_tangent": 2, "backward_and_tangent": 1}
+    assert counted == {"forward_and_tangent": 2, "backward_and_tangent": 1}
 
 
 @pytest.mark.gpu
@@ -213,7 +213,7 @@ def test_a_row_beyond_the_largest_score_stays_finite(all_sizes: None) -> None:
     to, tlse, *low = KERNELS.tangent(q, k, t, None, None, o, lse, t, t, t, None, spec)
     first = (q, k, t, None, None, o, lse, t, None, t, t, t, None, to, tlse, *low, None, None, "qkv", spec)
     grads = KERNELS.backward_tangent(*first)
-    both = backward_both.backward_and_tangent(q, k, t, o, lse, t, t, t, t, to, tlse, *low, None, spec)
+    both = backward_and_tangent.backward_and_tangent(q, k, t, o, lse, t, t, t, t, to, tlse, *low, None, spec)
     assert all(x.isfinite().all() for x in (to, tlse, *grads[:3], *both))
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 import sorder
 from sorder.func import checkpoint, hvp
-from sorder.kernels import backward_both, forward_tangent, twin
+from sorder.kernels import backward_and_tangent, forward_and_tangent, twin
 from sorder.kernels.hopper import dispatch
 from sorder.kernels.spec import AttentionSpec
 from sorder.ops import maps, memo
@@ -30,8 +30,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each map is computed; F and J in one are "both", B and T in one "both_backward"."""
     counted: Counter[str] = Counter()
 
-    def serves(q: Tensor, k: Tensor, v: Tensor, bias: Any, vis: Any, tq: Any, tk: Any, tv: Any, spec: Any) -> bool:
-        return not any(x is None for x in (tq, tk, tv))
+    def serves(q: Tensor, k: Tensor, v: Tensor, bias: Any, vis: Any, spec: Any, *needed: Any) -> bool:
+        return not any(x is None for x in needed)
 
     def both(q: Tensor, k: Tensor, v: Tensor, tq: Tensor, tk: Tensor, tv: Tensor, spec: Any) -> Any:
         assert all(type(x) is Tensor and x.data_ptr() for x in (q, k, v, tq, tk, tv))
@@ -50,10 +50,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("forward", "tangent", "backward", "backward_tangent"):
         monkeypatch.setitem(maps._KERNELS, name, counting(counted, name, getattr(twin, name)))
     monkeypatch.setattr(maps, "kernels_serve", lambda q: True)
-    monkeypatch.setattr(forward_tangent, "serves", serves)
-    monkeypatch.setattr(forward_tangent, "forward_tangent", both)
-    monkeypatch.setattr(backward_both, "serves", lambda q, k, v, bias, vis, needed, spec: None not in needed)
-    monkeypatch.setattr(backward_both, "backward_and_tangent", both_backward)
+    monkeypatch.setattr(forward_and_tangent, "serves", serves)
+    monkeypatch.setattr(forward_and_tangent, "forward_and_tangent", both)
+    monkeypatch.setattr(backward_and_tangent, "serves", serves)
+    monkeypatch.setattr(backward_and_tangent, "backward_and_tangent", both_backward)
     return counted
 
 
@@ -146,15 +146,15 @@ def test_values_and_tangents_are_computed_together(
     x, t = (tuple(torch.randn(1, 2, 5, D, dtype=torch.float64) for _ in range(3)) for _ in range(2))
     got = product(x, t)
     assert {kind: calls[kind] for kind in expected} == expected
-    monkeypatch.setattr(forward_tangent, "serves", lambda *_: False)
-    monkeypatch.setattr(backward_both, "serves", lambda *_: False)
+    monkeypatch.setattr(forward_and_tangent, "serves", lambda *_: False)
+    monkeypatch.setattr(backward_and_tangent, "serves", lambda *_: False)
     torch.testing.assert_close(got, product(x, t), rtol=1e-13, atol=1e-13)
 
 
 def test_where_backward_and_its_tangent_are_one_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     def served(d: int, causal: bool) -> bool:
         x = torch.empty(1, 2, 5, d, dtype=torch.bfloat16)
-        return backward_both.serves(x, x, x, None, None, (x,), AttentionSpec(1.0, causal))
+        return backward_and_tangent.serves(x, x, x, None, None, AttentionSpec(1.0, causal), x)
 
     monkeypatch.setattr(dispatch, "serves", lambda *_: True)
     assert served(64, True)

@@ -1,8 +1,6 @@
-"""B and T in one sweep, where a kernel does both: see ``sorder.kernels.hopper.backward_both``."""
+"""B and T in one sweep, where a kernel does both: see ``sorder.kernels.hopper.backward_and_tangent``."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -13,7 +11,7 @@ from sorder.kernels.spec import AttentionSpec
 
 def serves(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, vis: Visibility | None,
-    needed: tuple[torch.Tensor | None, ...], spec: AttentionSpec,
+    spec: AttentionSpec, *needed: torch.Tensor | None,
 ) -> bool:  # fmt: skip
     """Whether :func:`backward_and_tangent` takes this, with all ``needed`` tensors there: causal, at width 64 only.
 
@@ -26,8 +24,12 @@ def serves(
     return dispatch.serves(q, k, v, bias, vis, spec, *needed)
 
 
-def backward_and_tangent(*args: Any) -> tuple[torch.Tensor, ...]:
-    """(dQ, dK, dV, dQ̇, dK̇, dV̇) of (q, k, v, o, lse, dO, q̇, k̇, v̇, Ȯ, L̇, what rounding Ȯ lost, dȮ or ``None``, spec)."""
-    from sorder.kernels.hopper.backward_both import backward_and_tangent as on_hopper
+def backward_and_tangent(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+    tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor, to: torch.Tensor, tl: torch.Tensor, to_low: torch.Tensor,
+    tdo: torch.Tensor | None, spec: AttentionSpec,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """(dQ, dK, dV, dQ̇, dK̇, dV̇) where :func:`serves`; ``to_low`` is the part of Ȯ that its rounding lost."""
+    from sorder.kernels.hopper.backward_and_tangent import backward_and_tangent as on_hopper
 
-    return on_hopper(*args)
+    return on_hopper(q, k, v, o, lse, do, tq, tk, tv, to, tl, to_low, tdo, spec)

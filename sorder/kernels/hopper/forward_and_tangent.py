@@ -247,7 +247,7 @@ def _program(
 
 
 @gluon.jit(do_not_specialize=host.SIZES)
-def hopper_forward_tangent_kernel(
+def hopper_forward_and_tangent_kernel(
     q_desc, tq_desc, k_desc, tk_desc, v_desc, tv_desc, O, L, TO, LOW, TL,
     o_strides, to_strides, low_strides,
     lead1, lead2, heads, tiles, n_q, n_k, zero, scale,
@@ -264,7 +264,7 @@ def hopper_forward_tangent_kernel(
         )  # fmt: skip
 
 
-def forward_tangent(
+def forward_and_tangent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     tq: torch.Tensor, tk: torch.Tensor, tv: torch.Tensor, spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -273,7 +273,7 @@ def forward_tangent(
     q, k, v, tq, tk, tv = heads.fold(q, k, v, tq, tk, tv)
     o, to, low = (launch.new_matrix(q, v.shape[-1]) for _ in range(3))
     lse, tl = (heads.new_row_vector(q) for _ in range(2))
-    width, config = host.block(q, v), host.settings("forward_tangent", q, v)
+    width, config = host.block(q, v), host.settings("forward_and_tangent", q, v)
     of = host.Descriptors(heads, width)
     arguments = (
         *of.matrices(config.rows, q, tq), *of.matrices(config.cols, k, tk, v, tv), o, lse, to, low, tl,
@@ -281,7 +281,7 @@ def forward_tangent(
     )  # fmt: skip
     for redo in (False, True):
         host.run(
-            hopper_forward_tangent_kernel, heads, config, q, k, spec, arguments,
+            hopper_forward_and_tangent_kernel, heads, config, q, k, spec, arguments,
             WIDTH=v.shape[-1], width=width, REDO=redo,
         )  # fmt: skip
     return heads.unfold(o), lse, heads.unfold(to), tl, heads.unfold(low)

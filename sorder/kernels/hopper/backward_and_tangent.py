@@ -5,8 +5,9 @@
     dV += P·dO          dK += dS·Q              dQᵀ += Kᵀ·dS
     dV̇ += Ṗ·dO + P·dȮ   dK̇ += dS·Q̇ + dṠ·Q       dQ̇ᵀ += K̇ᵀ·dS + Kᵀ·dṠ
 
-and c times dQ, dK, dQ̇ and dK̇ at the end: tiles have the keys along their rows, as in
-:mod:`backward_tangent_one_sweep`, whose order of tiles this is.
+and c times dQ, dK, dQ̇ and dK̇ at the end, c the scale; the scalars of a query row (L in base 2, L̇, D, Ḋ) are those of
+``sorder.kernels.row_scalars``. Tiles have the keys along their rows, as in :mod:`backward_tangent_one_sweep`, whose
+order of tiles this is.
 
 A program is one warpgroup with 64 keys, and two of them share a multiprocessor. Its four accumulators leave registers
 for tiles of 32 queries. Q and Q̇ (dO and dȮ, dSᵀ and dṠᵀ) are the upper and the lower rows of one buffer: a product of
@@ -64,7 +65,7 @@ from sorder.kernels.spec import AttentionSpec
 def _expect_rows(
     bars, step, total, ROWS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DUAL: gl.constexpr
 ):  # fmt: skip
-    """Announces the ``step``-th tile of rows, before its copies start; one barrier a copy, as in T."""
+    """Announces the bytes of the ``step``-th tile of rows, before its copies start; one barrier a copy, as in T."""
     mbarrier.expect(bars[0].index(step % STAGES), ROWS * D * 4, pred=step < total)
     mbarrier.expect(bars[1].index(step % STAGES), ROWS * D * (4 if DUAL else 2), pred=step < total)
     mbarrier.expect(bars[2].index(step % STAGES), ROWS * 16, pred=step < total)
@@ -72,20 +73,23 @@ def _expect_rows(
 
 @gluon.jit
 def _copy_rows(
-    descs, buffers, bars, step, at, ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, DUAL: gl.constexpr
+    descs, buffers, bars, step, at, ROWS: gl.constexpr, STAGES: gl.constexpr, MEMBERS: gl.constexpr, DUAL: gl.constexpr
 ):  # fmt: skip
-    """Starts the copies of the ``step``-th tile of rows: the tiles from ``first`` on, head after head of the group."""
+    """Starts the copies of the ``step``-th tile of rows: the tiles from ``first`` on, head after head of the group.
+
+    ``at``: key head, its number, first tile of rows, tiles, those of the whole matrix, those that need masks.
+    """
     head, z, first, steps, row_tiles, masked = at
     stage = step % STAGES
-    member = step // steps if GROUP > 1 else 0
+    member = step // steps if MEMBERS > 1 else 0
     tile = first + turn(step - member * steps, steps, masked, False)
-    there = step < GROUP * steps
-    query = z * GROUP + member
+    there = step < MEMBERS * steps
+    query = z * MEMBERS + member
     async_load(descs[0], [0, query, tile * ROWS, 0], bars[0].index(stage), buffers[0].index(stage), pred=there)
     if DUAL:
         async_load(descs[1], [0, query, tile * ROWS, 0], bars[1].index(stage), buffers[1].index(stage), pred=there)
     else:
-        place = [head[0], head[1], head[2] * GROUP + member, tile * ROWS, 0]
+        place = [head[0], head[1], head[2] * MEMBERS + member, tile * ROWS, 0]
         async_load(descs[1], place, bars[1].index(stage), buffers[1].index(stage), pred=there)
     async_load(descs[2], [query * row_tiles + tile, 0], bars[2].index(stage), buffers[2].index(stage), pred=there)
 
@@ -108,14 +112,14 @@ def _query_products(weights, i, k, tk, ROWS: gl.constexpr, D: gl.constexpr, sums
 
 @gluon.jit
 def _add_queries(
-    SUMS, dq, tdq, step, at, ROWS: gl.constexpr, D: gl.constexpr, GROUP: gl.constexpr, sums: gl.constexpr,
+    SUMS, dq, tdq, step, at, ROWS: gl.constexpr, D: gl.constexpr, MEMBERS: gl.constexpr, sums: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Adds dQ and dQ̇ of the tile before the ``step``-th (before the first there is none, and zeros are added)."""
     _, z, first, steps, row_tiles, masked = at
     step = gl.maximum(step - 1, 0)
-    member = step // steps if GROUP > 1 else 0
-    tile = (z * GROUP + member).to(gl.int64) * row_tiles + first + turn(step - member * steps, steps, masked, False)
+    member = step // steps if MEMBERS > 1 else 0
+    tile = (z * MEMBERS + member).to(gl.int64) * row_tiles + first + turn(step - member * steps, steps, masked, False)
     dq, k_tds = halves(dq, ROWS, sums)
     place = SUMS + tile * (2 * ROWS * D)
     add_fragments(place, dq, ROWS, num_warps)
@@ -126,9 +130,10 @@ def _add_queries(
 def _sweep(
     resident, zero, descs, buffers, bars, weights, SUMS, at, member, start, stop, col0, n_k, scale, acc,
     MASKED: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, DUAL: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
+    MEMBERS: gl.constexpr, CAUSAL: gl.constexpr, DUAL: gl.constexpr, scores: gl.constexpr, operand: gl.constexpr,
     wide: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    """Steps ``start`` to ``stop`` over the rows of one query head; ``zero`` is explained in :mod:`tiles`."""
     dtype: gl.constexpr = resident[0].dtype
     _, _, first, steps, _, masked = at
     dk, tdk, dv, tdv = acc
@@ -156,11 +161,11 @@ def _sweep(
         lse = row_vector(buffers[2], stage, 0, ROWS, scores)
         tlse = row_vector(buffers[2], stage, 1, ROWS, scores)
         dq, tdq = warpgroup_mma_wait(1, deps=(dq, tdq))
-        _add_queries(SUMS, dq, tdq, step, at, ROWS, D, GROUP, scores, num_warps)
+        _add_queries(SUMS, dq, tdq, step, at, ROWS, D, MEMBERS, scores, num_warps)
         ts = product(tk, q.permute((1, 0)), empty)
         thread_barrier()  # the tile before is done with
-        _copy_rows(descs, buffers, bars, step + STAGES - 1, at, ROWS, STAGES, GROUP, DUAL)
-        _expect_rows(bars, step + STAGES, GROUP * steps, ROWS, D, STAGES, DUAL)
+        _copy_rows(descs, buffers, bars, step + STAGES - 1, at, ROWS, STAGES, MEMBERS, DUAL)
+        _expect_rows(bars, step + STAGES, MEMBERS * steps, ROWS, D, STAGES, DUAL)
         thread_barrier()  # otherwise the compiler puts one before the first product with Q̇
         dp = product(v, do_tdo.permute((1, 0)), empty_pair if DUAL else empty)
         s = warpgroup_mma_wait(2, deps=(s,))
@@ -202,7 +207,7 @@ def _sweep(
 
 
 @gluon.jit(do_not_specialize=host.SIZES)
-def hopper_backward_both_kernel(
+def hopper_backward_and_tangent_kernel(
     q_desc, do_desc, k_desc, tk_desc, v_desc, tv_desc, vector_desc, SUMS, DK, TDK, DV, TDV,
     dk_strides, tdk_strides, dv_strides, tdv_strides, row_tiles, lead1, lead2, heads, tiles, n_q, n_k, zero, scale,
     WIDTH: gl.constexpr, WIDTH_V: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, COLS: gl.constexpr,
@@ -288,7 +293,7 @@ def backward_and_tangent(
     heads = launch.Heads(q, k)
     q, k, v, o, do, tq, tk, tv, to, to_low, tdo = heads.fold(q, k, v, o, do, tq, tk, tv, to, to_low, tdo)
     lse, tl_ = launch.row_vectors(lse, tl_)
-    config = host.settings("backward_both" if tdo is None else "backward_both_dual", q, v)
+    config = host.settings("backward_and_tangent", q, v)
     vectors = packed_row_scalars(heads, o, do, None, lse, tl_, to, to_low, tdo, None, config.rows)
     width = host.block(q, v)
     of = host.Descriptors(heads, width)
@@ -296,7 +301,7 @@ def backward_and_tangent(
     sums = new_sums(heads, q, config.rows, width, count=2)
     dk, tdk, dv, tdv = (heads.new_key_matrix(x, splits) for x in (k, tk, v, tv))
     host.run(
-        hopper_backward_both_kernel, heads, config, q, k, spec,
+        hopper_backward_and_tangent_kernel, heads, config, q, k, spec,
         (
             of.pair(config.rows, q, tq),
             of.matrices(config.rows, do)[0] if tdo is None else of.pair(config.rows, do, tdo),
