@@ -170,8 +170,7 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-@torch.compiler.assume_constant_result  # Dynamo cannot trace the question (torch 2.11); a device's answer never changes
-def _has_autocast(device: str) -> bool:
+def _has_autocast(device: str) -> bool:  # Dynamo cannot trace the question (torch 2.11)
     return torch.amp.is_autocast_available(device)
 
 
@@ -376,6 +375,7 @@ def _float32_precision() -> Precision:
 
 
 # What torch.compiler.assume_constant_result sets; that loads the compiler, which takes seconds.
+_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _float32_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -31,8 +31,8 @@ Optional = torch.Tensor | None
 _LEAF = "torch::autograd::AccumulateGrad"
 _THIRD_ORDER = (
     "sorder.attention has derivatives up to second order; this asks for a third. Take the highest one by finite "
-    "differences of second-order products, or use materialised attention for this call "
-    "(torch.nn.attention.sdpa_kernel(SDPBackend.MATH))."
+    "differences of second-order products, or call torch.nn.functional.scaled_dot_product_attention itself, outside of "
+    "sorder.exact_attention() or within exact_attention(False), under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
 )
 _FORWARD_OVER_FORWARD = (
     "sorder.attention has no forward-over-forward derivative (jvp of jvp), and none of third order (jvp of an hvp). "

@@ -317,6 +317,13 @@ def _expanded(x: Tensor, shape: torch.Size, name: str) -> Tensor:
         raise ValueError(f"mask.{name} of shape {tuple(x.shape)} does not broadcast to {tuple(shape)}") from None
 
 
+def _described(x: object) -> str:
+    """For messages: dtypes and shapes of tensors, not their entries."""
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_described, x))})"
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
 def _check(mask: Mask, device: torch.device) -> None:
     if not isinstance(mask.causal, bool):
         raise TypeError(f"mask.causal must be True or False, got {mask.causal!r}")
@@ -325,7 +332,7 @@ def _check(mask: Mask, device: torch.device) -> None:
         words = name == "alignment" and isinstance(x, str) and x in ("top_left", "bottom_right")
         if not (x is None or words or _is_integral(x)):
             allowed = '"top_left", "bottom_right", an integer' if name == "alignment" else "None, an integer"
-            raise TypeError(f"mask.{name} must be {allowed} or an integer tensor, got {x!r}")
+            raise TypeError(f"mask.{name} must be {allowed} or an integer tensor, got {_described(x)}")
     if mask.prefix is not None and not mask.causal:
         raise ValueError(f"mask.prefix={mask.prefix!r} adds to what causal rows see; it needs causal=True")
     if mask.window is not None:
@@ -344,7 +351,7 @@ def _check(mask: Mask, device: torch.device) -> None:
             len(parts) == 1 + pair and all(isinstance(p, Tensor) and _is_integral(p) for p in parts)
         ):
             allowed = "a pair of integer tensors" if name == "ranges" else "an integer tensor or a pair of them"
-            raise TypeError(f"mask.{name} must be {allowed}, got {x!r}")
+            raise TypeError(f"mask.{name} must be {allowed}, got {_described(x)}")
     if mask.documents is not None and mask.cu_seqlens is not None:
         raise ValueError("mask.documents and mask.cu_seqlens say the same in two ways; give one of them")
     if mask.cu_seqlens is not None:
@@ -359,7 +366,7 @@ def _check(mask: Mask, device: torch.device) -> None:
         )
     slopes = mask.alibi
     if slopes is not None and not (isinstance(slopes, Tensor) and slopes.is_floating_point()):
-        raise TypeError(f"mask.alibi must be a floating-point tensor of slopes (H,), got {slopes!r}")
+        raise TypeError(f"mask.alibi must be a floating-point tensor of slopes (H,), got {_described(slopes)}")
     if slopes is not None and _is_differentiated(slopes):
         raise ValueError(
             "mask.alibi is differentiated, but slopes get no derivative; pass attn_mask = slopes[:, None, None] * "

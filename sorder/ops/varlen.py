@@ -72,6 +72,9 @@ def attention_varlen(
         if not isinstance(x, Tensor) or x.dim() != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must have shape (total tokens, heads, width), got {got}")
+    for name, cu in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(cu, Tensor) and not (cu is None and name == "cu_seqlens_k"):
+            raise TypeError(f"{name} must be an integer tensor (documents + 1,), got {type(cu).__name__}")
     query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     mask = _mask(cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, causal, window, alibi)
     output, lse = attention(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +32,11 @@ BACKENDS = [
     ),
 ]
 Products = dict[str, Tensor]
+
+
+def test_importing_sorder_does_not_load_the_compiler() -> None:
+    code = "import sys, sorder; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.fixture(autouse=True)

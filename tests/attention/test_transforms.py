@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, hessian, jacrev, jvp, linearize, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sorder
 from sorder.kernels import twin
@@ -208,6 +210,23 @@ def test_third_order_raises(third: Callable[..., Any]) -> None:
     x, t = problem("cpu", torch.float64)
     with pytest.raises(NotImplementedError, match="third"):
         third(loss_of(operator), x, t)
+
+
+def test_third_order_by_the_way_that_the_error_names() -> None:
+    x, t = problem("cpu", torch.float64)
+
+    def third(attend: Callable[..., Any]) -> torch.Tensor:
+        def f(q: torch.Tensor) -> torch.Tensor:
+            return attend(q, *x[1:], is_causal=True).square().sum()
+
+        return grad(lambda q: (jvp(grad(f), (q,), t[:1])[1] * t[0]).sum())(x[0])
+
+    with sorder.exact_attention(), pytest.raises(NotImplementedError, match=r"within exact_attention\(False\)"):
+        third(F.scaled_dot_product_attention)
+    with sorder.exact_attention(), sorder.exact_attention(False), sdpa_kernel(SDPBackend.MATH):
+        got = third(F.scaled_dot_product_attention)
+    want = third(lambda *x, is_causal: oracle.dense(*x, is_causal)[0])
+    assert oracle.relative_error(got, want) <= 1e-12
 
 
 def test_third_order_with_create_graph_raises() -> None:

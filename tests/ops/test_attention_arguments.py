@@ -113,6 +113,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"do not broadcast; .*\(2, 3, 5, 4\)$",
     ),
+    "boundaries that are a list": (
+        lambda: attention_varlen(*torch.ones(3, 5, 2, 4), [0, 5]),  # type: ignore[arg-type]
+        TypeError,
+        "cu_seqlens_q must be an integer tensor .* got list",
+    ),
     "other value heads": (lambda: attention(*heads(4, 2, 4)), ValueError, r"do not broadcast; got .*\(2, 4, 5, 4\)$"),
 }
 
@@ -151,6 +156,11 @@ MASKS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "additive padding": ({"key_padding": torch.zeros(2, 5)}, TypeError, "key_padding must be a boolean .*float32"),
     "short padding": ({"key_padding": torch.ones(2, 4) > 0}, ValueError, r"key_padding .* got \(2, 4\)"),
+    "ids that are no integers": (
+        {"documents": torch.ones(5)},
+        TypeError,
+        r"documents must be .* got a torch.float32 tensor of shape \(5,\)$",
+    ),
     "ids of other tokens": ({"documents": torch.ones(4).long()}, ValueError, "each of the 5 query rows, got 4"),
     "both kinds of documents": (
         {"documents": torch.ones(5).long(), "cu_seqlens": torch.tensor([0, 5])},
