@@ -1,6 +1,6 @@
 r"""K-FAC, Newton-CG with and without it, AdamW and Muon on a byte-level GPT: held-out loss against steps and seconds.
 
-    python benchmarks/kfac_gpt.py --minutes 5               # one H200: 10.6M parameters, 16 × 2,048 tokens a step
+    python benchmarks/kfac_gpt.py --minutes 5               # one H200: 10.7M parameters, 16 × 2,048 tokens a step
     python benchmarks/kfac_gpt.py --long --minutes 5        # one sequence of 32,768 tokens a step: time and memory, too
     python benchmarks/kfac_gpt.py --device cpu --seconds 25 --minutes 10 --out benchmarks/results/kfac_gpt_cpu.json \
         --shape '{"context": 64, "batch": 64, "curvature_batch": 64, "layers": 2, "width": 64, "heads": 4}'
