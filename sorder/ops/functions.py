@@ -9,7 +9,7 @@ rule goes through a Function's ``apply``, so that nested transforms never hand a
 of a Visibility are constants: one tuple, which autograd does not look into, or ``None``.
 
 T needs the row sums of dO∘Ȯ more accurately than 16 bits of Ȯ give them. So J has a third output, what rounding Ȯ lost,
-and forward AD carries it from F to B as the tangent of a third output of F, ``low``, which holds nothing else.
+and forward AD carries it from F to B as the tangent of a third output of F, ``low``, whose own values nobody reads.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ def attend(*args: Any) -> Any:
 def _eagerly(*args: Any) -> Any:
     """Under torch.func, compiled operators would lose their second derivatives: a graph break.
 
-    The functions that a compiled one calls behind a graph break would be compiled by themselves, as parts of the
-    Functions below, with the same loss.
+    Behind a graph break the compiler would begin anew, with the rules of the Functions below, and with the same loss.
     """
     return apply(Attention, *args)[:2]
 
@@ -261,7 +260,7 @@ class AttentionBackward(LeveledFunction):
         """B and T at once, where one sweep does both."""
         q, k, v, bias, vis, o, lse, _, do, dl, wanted, spec = inputs
         tq, tk, tv, tbias, _, to, tl, to_low, tdo, tdl = tangents[:10]
-        if any(x is not None and x.dtype != q.dtype for x in (do, tq, tk, tv, to, to_low, tdo)):
+        if any(x is not None and x.dtype != q.dtype for x in (do, tq, tk, tv, to, to_low, tdo)):  # jvp decides
             return None
         return maps.backward_and_tangent(
             q, k, v, bias, vis, o, lse, do, dl, tq, tk, tv, tbias, to, tl, to_low, tdo, tdl, wanted, spec
