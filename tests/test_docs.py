@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 from pathlib import Path
@@ -41,3 +42,23 @@ def test_docstrings(module: str) -> None:
 @pytest.mark.parametrize("name", [n for n in sorder.__all__ if callable(getattr(sorder, n))])
 def test_public_names_have_an_example(name: str) -> None:
     assert ">>>" in (getattr(sorder, name).__doc__ or "")
+
+
+@pytest.mark.parametrize(
+    "package", ["sorder", *(f"sorder.{n}" for n in ("curvature", "func", "kfac", "linalg", "optim"))]
+)
+def test_a_package_shows_what_it_means_to_and_all_of_that_is_documented(package: str) -> None:
+    """Beside submodules, which the library itself imports from."""
+    module = importlib.import_module(package)
+    shown = {n for n, v in vars(module).items() if not n.startswith("_") and not inspect.ismodule(v)}
+    assert shown <= set(module.__all__)
+    assert all(getattr(module, name).__doc__ for name in module.__all__)
+
+
+def test_what_the_help_of_the_package_names_is_there() -> None:
+    assert "diagonal" in sorder.curvature.__all__
+    named = re.search(r"``sorder.func`` \((.*?)\n", sorder.__doc__ or "")
+    assert named and set(re.findall(r"``(\w+)``", named.group(1))) <= set(sorder.func.__all__)
+    assert {"hutchinson", "bekas", "exact"} <= set(sorder.curvature.diagonal.__all__)
+    for name in sorder.curvature.diagonal.__all__:
+        assert callable(getattr(sorder.curvature.diagonal, name))

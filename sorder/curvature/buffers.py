@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import warnings
+from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+
+# What torch says at every call of a compiled module while there is a global hook; a second visit does nothing here.
+_SAID_OF_HOOKS: Any = (
+    "ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks"), UserWarning, None, 0
+)  # fmt: skip
 
 
 class BufferWatch:
@@ -52,12 +61,16 @@ class BufferWatch:
     def __enter__(self) -> BufferWatch:
         self._thread = threading.get_ident()
         self._handle = register_module_forward_pre_hook(self._meet)
+        # Not by catch_warnings: leaving it shows again all warnings that are shown once, and undoes other threads'.
+        warnings.filters.insert(0, _SAID_OF_HOOKS)  # type: ignore[attr-defined]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._handle.remove()
+        with suppress(ValueError):  # the closure may have set filters of its own
+            warnings.filters.remove(_SAID_OF_HOOKS)  # type: ignore[attr-defined]
         self._seen.clear()
         self.enable_gradient_sync()
         if kind is not None:

@@ -45,11 +45,21 @@ def check_point(
     check_number("seed", seed, "be an integer", lambda _: True, integer=True)
     if not params:
         raise ValueError("params is empty")
+    if isinstance(params[0], tuple):
+        raise TypeError("CurvaturePoint takes parameters, got (name, parameter) pairs: pass model.parameters()")
     for i, p in enumerate(params):
         if not isinstance(p, Tensor) or not p.requires_grad or not p.is_leaf or not p.is_floating_point():
             raise ValueError(
-                f"params must be real floating-point leaf tensors that require gradients; number {i} is not"
+                "params must be real floating-point leaf tensors that require gradients; number "
+                f"{i} is not: got {_described(p)}"
             )
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    flags = f"requires_grad={value.requires_grad} and is_leaf={value.is_leaf}"
+    return f"a tensor of {value.dtype} and shape {tuple(value.shape)} with {flags}"
 
 
 @sees_no_modes

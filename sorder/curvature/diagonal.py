@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+__all__ = ["bekas", "empirical", "exact", "gauss_newton_bartlett", "hutchinson", "probe"]
+
 Vector = Sequence[Tensor]
 Product = Callable[[Vector], Sequence[Tensor]]
 DISTRIBUTIONS = ("rademacher", "normal")

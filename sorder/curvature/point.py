@@ -30,10 +30,11 @@ class CurvaturePoint:
     r"""Loss, gradient and outputs of a closure at one point, and products with its curvature there.
 
     The closure is a plain function of nothing over live parameters, as an optimizer is given one. It returns the loss
-    or ``(loss, outputs)``, and may call ``backward`` itself. It runs once when the point is made. Products see the
-    function of that run: the same dropout masks and buffers; buffers and random generators end up as after one run,
-    however many products are taken. The parameters must not move before the last product. Plain
-    ``F.scaled_dot_product_attention`` needs :func:`sorder.exact_attention` around the point and its products.
+    or ``(loss, outputs)``, and may call ``backward`` itself. It runs once when the point is made, and may run again in
+    products, where it must see the same batch: fetch that before it, not inside. Products see the function of the first
+    run: the same dropout masks and buffers; buffers and random generators end up as after one run, however many
+    products are taken. The parameters must not move before the last product. Plain ``F.scaled_dot_product_attention``
+    needs :func:`sorder.exact_attention` around the point and its products.
 
     With J the Jacobian of the outputs z(θ) and ℓ the loss as a function of z, products are with
 
@@ -75,7 +76,7 @@ class CurvaturePoint:
         kind: "hessian", "ggn" or "fisher". products: number of products taken. evaluations: runs of closures.
 
     Raises:
-        TypeError: ``params`` is a dict or a module, or ``closure`` no closure.
+        TypeError: ``params`` is a dict, a module or pairs with names, or ``closure`` no closure.
         ValueError: an argument is out of range; the loss is not a scalar, has no graph, or depends on none of
             ``params``; ``kind`` is not to be had.
         CurvatureError: (by :meth:`product`) an operation lacks the derivatives; the message names it and the remedy.

@@ -27,6 +27,10 @@ KINDS = ("auto", "hessian", "ggn", "fisher")
 Position = tuple[int, str] | int
 
 
+class NoOutputsError(ValueError):
+    """A closure shows no outputs at which its loss could be split for the GGN."""
+
+
 @dataclass
 class Split:
     """Outputs z of one run, with their graph; u ↦ H_ℓ u; and where z is met when the closure runs again.
@@ -58,8 +62,8 @@ def find_split(evaluation: Evaluation, watch: LossWatch, kind: str | None, sign:
     if kind == "fisher":
         if not closed or losses is None:
             raise ValueError(
-                "curvature='fisher' needs a loss that defines a distribution of labels: the closure must return "
-                "the result of cross_entropy, mse_loss or binary_cross_entropy_with_logits, or a multiple of it"
+                "the Fisher matrix, 'fisher', needs a loss that defines a distribution of labels: the closure must "
+                "return the result of cross_entropy, mse_loss or binary_cross_entropy_with_logits, or a multiple of it"
             )
         return _closed_split(losses, seed)
     if losses is not None and closed and _same_storage(losses, returned):
@@ -77,9 +81,9 @@ def find_split(evaluation: Evaluation, watch: LossWatch, kind: str | None, sign:
         positions: list[Position] = [call.position for call in calls.values()]
         return Split(outputs, by_double_backward(evaluation.root, outputs), positions, False)
     if kind == "ggn":
-        raise ValueError(
-            "curvature='ggn' needs the model's outputs: return (loss, outputs) from the closure with outputs "
-            "still attached to the graph, or return the result of a torch loss function such as cross_entropy"
+        raise NoOutputsError(
+            "the Gauss-Newton matrix, 'ggn', needs the model's outputs: return (loss, outputs) from the closure with "
+            "outputs still attached to the graph, or return the result of a torch loss function such as cross_entropy"
         )
     if losses is None and watch.seen:
         warn_once(

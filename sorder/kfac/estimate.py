@@ -16,6 +16,11 @@ from sorder.kfac.capture import Capture
 from sorder.kfac.layout import Registry
 from sorder.kfac.scores import score_vectors
 
+NEEDS_LABELS = (
+    "K-FAC needs a loss that defines a distribution of labels: the closure must return the result of cross_entropy, "
+    "nll_loss of log_softmax, mse_loss or binary_cross_entropy_with_logits (with reduction 'mean' or 'sum'), a "
+    "multiple of it, or a sum of such"
+)
 Vectors = Iterator[tuple[Tensor, Tensor]]
 
 
@@ -64,11 +69,7 @@ class Batch:
             root = self.point.rerun(number).root
         losses = watch.find(root)
         if losses is None or not losses.exact or not all(closed_form(call) for call, _ in losses.terms):
-            raise ValueError(
-                "K-FAC needs a loss that defines a distribution of labels: the closure must return the result of "
-                "cross_entropy, nll_loss of log_softmax, mse_loss or binary_cross_entropy_with_logits (with "
-                "reduction 'mean' or 'sum'), a multiple of it, or a sum of such"
-            )
+            raise ValueError(NEEDS_LABELS)
         seed = self.seed + 1_000_003 * number
         return capture, partial(_vectors, losses, self.estimator, self.samples, seed, self.loss_scale)
 

@@ -135,7 +135,8 @@ class KFACPreconditioner:
     def update_factors(self, closure: Any, *, loss_scale: float = 1.0) -> None:
         """Measure the factors on a batch, whether or not an update is due.
 
-        Parameters, ``.grad``, buffers and random generators stay as they are. The closure runs twice.
+        Parameters, ``.grad``, buffers and random generators stay as they are. The closure runs twice, and
+        must see the same batch both times, so fetch the batch before it, not inside.
 
         Args:
             closure: returns the loss, or ``(loss, outputs)``; or a sequence of closures, whose losses are summed: the

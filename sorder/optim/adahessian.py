@@ -71,13 +71,14 @@ class AdaHessian(DiagonalOptimizer[AdaHessianStep]):
     torch-optimizer's ``hessian_power`` is 0.5 by default, the authors' and ours 1.
 
     It is called as :class:`sorder.optim.SophiaH` is; with ``update_interval`` 1 (the default) every step needs a
-    closure. A step is a transaction in the same way, and on a GPU the same kernels take it.
+    closure, which may run several times within the step and must see the same batch each time, so fetch the batch
+    before it, not inside. A step is a transaction in the same way, and on a GPU the same kernels take it.
 
     Args:
         params, probes, distribution, estimator, seed, maximize, state_dtype, attention, process_group: see
             :class:`sorder.optim.SophiaH`.
         lr: default 0.15. betas: β₁ and β₂. Default (0.9, 0.999). eps: ε > 0. Default 1e-4.
-        weight_decay: decoupled. Default 0. hessian_power: k in [0, 1]. Default 1.
+        weight_decay: decoupled. Default 0. hessian_power: k in [0, 1], of a group. Default 1.
         block_size: length of blocks in rows of matrices, of a group. Default 1; the paper's transformers have 32.
         block_average: "signed" (default; the paper) or "absolute" (released code): mean of D or of |D|. Of a group.
         update_interval: steps from one estimate to the next. Default 1.
@@ -99,6 +100,7 @@ class AdaHessian(DiagonalOptimizer[AdaHessianStep]):
 
     KEY = "adahessian"
     CURVATURE = "exp_hessian_diag_sq"
+    OF_A_GROUP = (*DiagonalOptimizer.OF_A_GROUP, "hessian_power", "block_size", "block_average")
 
     def __init__(
         self,

@@ -22,13 +22,16 @@ from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
 from sorder.optim.validation import (
     check_closure,
+    check_group,
     check_integer,
+    check_loss,
     check_maximize,
     check_not_module,
     check_parameters,
     check_range,
     check_state_dict,
     check_step,
+    culprit,
     new_group,
     not_nested,
 )
@@ -44,12 +47,14 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
     A subclass says what its rule is: ``_average``, how estimates enter the running mean; ``_rule``, the numbers of a
     step; ``_record``, what a step did. Its attributes: ``KEY``, of the optimizer's own entry in its state, beside the
     parameters', which tells whose state it is; ``CURVATURE``, the name of the running mean in a parameter's state;
-    ``KIND``, the curvature of the estimates, None where they come from gradients alone.
+    ``KIND``, the curvature of the estimates, None where they come from gradients alone; ``OF_A_GROUP``, the options
+    that groups have of their own.
     """
 
     KEY: str
     KIND: str | None = "hessian"
     CURVATURE = "hessian"
+    OF_A_GROUP: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay", "state_dtype")
 
     def __init__(self, params: Any, arguments: Mapping[str, Any], process_group: dist.ProcessGroup | None) -> None:
         """``arguments``: the subclass's ``locals()``, whose options become the defaults."""
@@ -72,6 +77,7 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step is an update step."""
         check_not_module(self, param_group.get("params"))
+        check_group(self, param_group, self.OF_A_GROUP)
         super().add_param_group(param_group)
         with new_group(self) as group:
             self._check_options(group)
@@ -149,7 +155,7 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
         if closure is None and (not due or self._pending is not None):
             # Nothing of the caller's runs, so that there is nothing to guard, and no copy of the parameters is made.
             gradients = [p.grad for p in params]
-            check_finite(gradients, "gradient")
+            check_finite(gradients, "gradient", params)
             self._finish(params, gradients, self._pending)
             return None
         returned = None
@@ -163,12 +169,11 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
                 reduction = Reduction(self._process_group or point.process_group)
                 gradients = gradients_of(params, gradients, point, reduction)
                 loss = reduction.mean_scalar(point.loss)
-                if not math.isfinite(loss):
-                    raise FloatingPointError(f"the loss is {loss}")
+                check_loss(loss, params)
                 if joint:
                     estimates = self._checked(params, self._estimate(point, params, self._number, reduction))
                 returned = point.returned if callable(closure) else sum(point.returned[1:], point.returned[0])
-            check_finite(gradients, "gradient")
+            check_finite(gradients, "gradient", params)
         self._finish(params, gradients, estimates)
         return returned
 
@@ -268,7 +273,7 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
         for i, (p, d) in enumerate(zip(params, estimates, strict=True)):
             if d.shape != p.shape:
                 raise ValueError(f"estimator: result {i} must have shape {tuple(p.shape)}, got {tuple(d.shape)}")
-        check_finite(estimates, "curvature estimate")
+        check_finite(estimates, "curvature estimate", params)
         return list(zip(params, estimates, strict=True))
 
     def _finish(
@@ -356,8 +361,8 @@ def gradients_of(
     return list(reduction.mean(point.gradient))
 
 
-def check_finite(tensors: Sequence[Tensor | None], what: str) -> None:
-    """FloatingPointError that names the first of ``tensors`` that is not finite; one synchronisation."""
+def check_finite(tensors: Sequence[Tensor | None], what: str, params: Sequence[Tensor]) -> None:
+    """FloatingPointError that names the first of ``tensors``, of ``params``, not finite; one synchronisation."""
     some = [(i, t) for i, t in enumerate(tensors) if t is not None and t.numel()]
     if not some:
         return
@@ -366,7 +371,7 @@ def check_finite(tensors: Sequence[Tensor | None], what: str) -> None:
     flags = torch.stack(largest).isfinite()
     if not bool(flags.all()):
         i, t = some[int(flags.logical_not().nonzero()[0])]
-        raise FloatingPointError(f"the {what} of parameter {i} (shape {tuple(t.shape)}) is not finite")
+        raise FloatingPointError(f"the {what} of parameter {i} (shape {tuple(t.shape)}) is not finite{culprit(params)}")
 
 
 def check_common(options: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,7 +14,9 @@ from sorder.curvature import CurvaturePoint
 from sorder.curvature.checks import MODES
 from sorder.curvature.evaluation import PlainClosure
 from sorder.curvature.point import gradients_kept
+from sorder.curvature.split import NoOutputsError
 from sorder.kfac import kronecker
+from sorder.kfac.estimate import NEEDS_LABELS
 from sorder.kfac.kronecker import Factors, Options
 from sorder.kfac.preconditioner import check_loss_scale, warn_of_fallbacks
 from sorder.kfac.preconditioner import check_options as check_kfac_options
@@ -29,7 +30,9 @@ from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
 from sorder.optim.validation import (
     check_closure,
+    check_group,
     check_integer,
+    check_loss,
     check_maximize,
     check_not_dict,
     check_not_module,
@@ -43,6 +46,7 @@ from sorder.optim.validation import (
 
 RULES = ("quadratic", "kl")
 UPDATES = ("levenberg-marquardt", "constant")
+OF_A_GROUP = ("lr", "weight_decay")
 
 
 class KFAC(Optimizer):
@@ -66,9 +70,12 @@ class KFAC(Optimizer):
     A step is a transaction: if a closure raises, or a loss, a gradient or a product is not finite, parameters, buffers,
     ``.grad``, state and random generators are as they were. Batch norm's statistics move once.
 
+    A closure runs several times within a step and must see the same batch each time, so fetch the batch before it, not
+    inside.
+
     Args:
         params: a module, parameters, (name, parameter) pairs, or groups. Options other than ``lr`` and
-            ``weight_decay`` are read from the first group.
+            ``weight_decay`` are read from the first group; another group may not be given other values of them.
         lr: factor of a group's part of the step. Default 1.
         step_rule: "quadratic" (default) or "kl".
         damping: λ > 0, in units of curvature. Default None: a tenth of the curvature along the first gradient. The
@@ -175,6 +182,7 @@ class KFAC(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step measures the factors."""
         check_not_module(self, param_group.get("params"))
+        check_group(self, param_group, OF_A_GROUP)
         super().add_param_group(param_group)
         with new_group(self) as group:
             self._check_options(group)
@@ -247,21 +255,20 @@ class KFAC(Optimizer):
             else:
                 kind = "ggn" if exact or (measure and options["damping"] is None) else None
                 apart = curvature_closure is not None and (exact or measure)
-                point = CurvaturePoint(closure, params, None if apart else kind, **self._point_options())
+                point = self._point(closure, params, None if apart else kind)
                 step.point = step.model = transaction.add(point)
                 if apart:
                     step.model = transaction.add(self._apart(curvature_closure, params, kind))
                 step.reduction = Reduction(self._process_group or point.process_group)
                 step.loss = step.reduction.mean_scalar(point.loss)
-                if not math.isfinite(step.loss):
-                    raise FloatingPointError(f"the loss is {step.loss}")
+                check_loss(step.loss, params)
                 found = step.reduction.mean(point.gradient)
                 if not exact:
                     own = gradients_of(params, before, point, step.reduction)
                     found = [torch.zeros_like(p) if g is None else g for p, g in zip(params, own, strict=True)]
                 step.gradient = found
                 returned = sum(point.returned[1:], point.returned[0]) if not callable(closure) else point.returned
-            check_finite(step.gradient, "gradient")
+            check_finite(step.gradient, "gradient", params)
             record = step.run()
         options["damping"], self.last_step, self._pending = record.next_damping, record, None
         return returned
@@ -329,18 +336,21 @@ class KFAC(Optimizer):
         group = self.param_groups[0]
         return Options(**{name: group[name] for name in Options.__dataclass_fields__})
 
-    def _point_options(self) -> dict[str, Any]:
+    def _point(self, closure: Any, params: list[Tensor], kind: str | None) -> CurvaturePoint:
         # The other rule reads ``.grad``, which closures fill with the loss's own gradient, and turns that around.
         options = self.param_groups[0]
         turned = options["maximize"] and options["step_rule"] == "quadratic"
-        return {"mode": options["mode"], "sign": -1.0 if turned else 1.0}
+        try:
+            return CurvaturePoint(closure, params, kind, mode=options["mode"], sign=-1.0 if turned else 1.0)
+        except NoOutputsError:  # which advises to return them; the factors would refuse that, too
+            raise ValueError(NEEDS_LABELS) from None
 
     def _apart(self, closure: Any, params: list[Tensor], kind: str | None) -> CurvaturePoint:
         """The point of a closure for the curvature alone, which leaves ``.grad`` as it was."""
         with gradients_kept(params):
             for p in params:
                 p.grad = None
-            return CurvaturePoint(closure, params, kind, **self._point_options())
+            return self._point(closure, params, kind)
 
     def _measured(self, point: CurvaturePoint, reduction: Reduction, loss_scale: float = 1.0) -> Factors:
         factors = kronecker.updated(

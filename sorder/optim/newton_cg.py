@@ -22,6 +22,7 @@ from sorder.optim.transaction import Transaction
 from sorder.optim.validation import (
     CUSTOM,
     check_factors,
+    check_group,
     check_not_module,
     check_options,
     check_parameters,
@@ -35,6 +36,7 @@ from sorder.optim.validation import (
 Preconditioner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # Key of the optimizer's own state, beside the parameters', in the state dict.
 GLOBAL = "newton_cg"
+OF_A_GROUP = ("lr", "weight_decay")
 
 
 class NewtonCG(Optimizer):
@@ -69,15 +71,20 @@ class NewtonCG(Optimizer):
 
     The closure returns the loss or ``(loss, outputs)``; it may call ``zero_grad`` and ``backward`` itself, which then
     leaves the gradients of the starting point in ``.grad`` (of this optimizer's parameters only). It runs several
-    times a step, and must be a function of the parameters: the same batch each time. It may scale the loss (as
-    ``GradScaler.scale`` does) but not change ``.grad`` after ``backward``, as ``clip_grad_norm_`` and
-    ``GradScaler.unscale_`` do: loss, gradient and curvature would be of different functions, and the step is refused.
-    ``max_step_norm`` and the trust region bound steps instead.
+    times within a step and must see the same batch each time, so fetch the batch before it, not inside. It must not
+    change ``.grad`` after ``backward``, as ``clip_grad_norm_`` and ``GradScaler.unscale_`` do: loss, gradient and
+    curvature would be of different functions, and the step is refused. ``max_step_norm`` and the trust region bound
+    steps instead.
+
+    For float16 the closure may return ``scaler.scale(loss)`` of a ``torch.amp.GradScaler``: call
+    ``optimizer.step(closure)`` itself then, since ``scaler.step`` and ``scaler.update()`` serve no closures. The loss
+    returned and λ are scaled, too. Where the scaled loss or gradient overflows the step raises FloatingPointError and
+    changes nothing; ``scaler.update(new_scale)`` sets a smaller scale.
 
     Args:
         params: parameters or groups. Real floating-point; frozen ones are skipped. Options other than ``lr`` and
             ``weight_decay`` concern all parameters, and are read from the first group at every step: change them
-            there.
+            there. Another group may not be given other values of them.
         lr: factor on a group's part of the step. Default 1. Where groups differ a step costs one product more.
         curvature: "hessian", "ggn", "fisher" (a GGN with labels sampled from the model) or "auto" (default): the GGN
             where the closure returns outputs, or where its loss is seen to be a result of torch's loss functions
@@ -131,7 +138,8 @@ class NewtonCG(Optimizer):
         last_step: :class:`NewtonCGStep` of the last step, or None.
 
     Raises:
-        ValueError: an option is out of range; the message names it. ``lr``, ``damping``, ``trust_radius`` and
+        ValueError: an option is out of range, misspelled in a group, or differs from the first group's where it
+            concerns all parameters; the message names it. ``lr``, ``damping``, ``trust_radius`` and
             ``weight_decay`` are at most 2.6e15 (2e123 where all parameters are float64). Parameters are on the meta
             device. The preconditioner is for other parameters.
             (By ``step``, too, and if the closure changes ``.grad`` after ``backward``, or returns a loss that is not a
@@ -229,6 +237,7 @@ class NewtonCG(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its parameters join the next step."""
         check_not_module(self, param_group.get("params"))
+        check_group(self, param_group, OF_A_GROUP)
         super().add_param_group(param_group)
         with new_group(self) as group:
             check_options(group)

@@ -20,7 +20,7 @@ from sorder.optim.last_step import NewtonCGStep
 from sorder.optim.line_search import LineSearchResult, armijo
 from sorder.optim.reductions import Reduction
 from sorder.optim.transaction import Transaction
-from sorder.optim.validation import largest_factor
+from sorder.optim.validation import check_loss, culprit, largest_factor
 
 Vector = Sequence[Tensor]
 # Doublings of a step along negative curvature, whose length the quadratic does not tell.
@@ -101,8 +101,7 @@ class NewtonStep:
 
     def _measure(self) -> None:
         self.loss = self.reduction.mean_scalar(self.point.loss)
-        if not math.isfinite(self.loss):
-            raise FloatingPointError(f"the loss is {self.loss}")
+        check_loss(self.loss, self.params)
         self.gradient = [g.to(wide_dtype(g.dtype)) for g in self.reduction.mean(self.point.gradient)]
         device = self.gradient[0].device
         norms = torch.stack([torch.linalg.vector_norm(g).to(device) for g in self.gradient]).tolist()
@@ -110,6 +109,7 @@ class NewtonStep:
             if not math.isfinite(norm):
                 raise FloatingPointError(
                     f"the gradient of parameter {i} (shape {tuple(self.params[i].shape)}) is not finite"
+                    f"{culprit(self.params)}"
                 )
         self.gradient_norm = math.sqrt(sum(n * n for n in norms))
         self.noise = self._rounding(self.loss)

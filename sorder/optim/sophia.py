@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from sorder.optim import diagonal_update
 from sorder.optim.diagonal_optimizer import DiagonalOptimizer, Estimator, check_common
 from sorder.optim.diagonal_update import Rule, square_norm
 from sorder.optim.reductions import Reduction
+from sorder.optim.transaction import Transaction
 from sorder.optim.validation import check_range
 
 
@@ -42,6 +44,8 @@ class SophiaStep:
 
 class _Sophia(DiagonalOptimizer[SophiaStep]):
     """m ← β₁m + (1 − β₁)g, h ← β₂h + (1 − β₂)ĥ on update steps, p ← (1 − lr·decay)p − lr·clip(m / max(γh, ε), 1)."""
+
+    OF_A_GROUP = (*DiagonalOptimizer.OF_A_GROUP, "gamma")
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         check_common(options)
@@ -108,8 +112,9 @@ class SophiaH(_Sophia):
     Between updates ``loss.backward(); optimizer.step()`` is enough. On update steps (``curvature_due``) the Hessian
     comes from a closure: ``step(closure)``; or ``step(curvature_closure=...)`` for a part of the batch, with the
     gradient in ``.grad``; or ``update_curvature(closure)`` before ``step()``. A closure given on other steps is run
-    for the gradient. With ``torch.amp.GradScaler`` call ``update_curvature`` with a closure for the unscaled loss,
-    then ``scaler.step(optimizer)``: a step skipped for an overflow changes nothing.
+    for the gradient. A closure may run several times within a step and must see the same batch each time, so fetch the
+    batch before it, not inside. With ``torch.amp.GradScaler`` call ``update_curvature`` with a closure for the
+    unscaled loss, then ``scaler.step(optimizer)``: a step skipped for an overflow changes nothing.
 
     On a GPU a step between updates is two kernels over all parameters of a group: a search for gradients that are not
     finite, and the step, which obeys its finding (contiguous parameters of 16 or 32 bits; others, and other devices,
@@ -120,7 +125,8 @@ class SophiaH(_Sophia):
 
     Args:
         params: parameters or groups. Real floating-point; frozen ones are skipped. ``lr``, ``betas``, ``gamma``,
-            ``eps``, ``weight_decay`` and ``state_dtype`` are of a group; the others are read from the first group.
+            ``eps``, ``weight_decay`` and ``state_dtype`` are of a group; the others are read from the first group, and
+            another group may not be given other values of them.
         lr: η, the most that a coordinate moves. Default 1e-4.
         betas: β₁ and β₂. Default (0.965, 0.99).
         gamma: γ > 0; see above how to choose it. Default 0.01.
@@ -200,7 +206,8 @@ class SophiaG(_Sophia):
 
     Its closure is not that of the loss: it returns ``gnb_loss(logits)``, a sum and its count of rows, so that no batch
     size has to be told, and the estimate is that of the whole batch however a sequence of closures splits it. A
-    closure of one's own returns such a pair for any likelihood.
+    closure of one's own returns such a pair for any likelihood. Fetch the batch before the closures, not inside them:
+    both are to see the same.
 
     ``optimizer.step(closure, curvature_closure=lambda: gnb_loss(model(x)))`` calls the second on update steps only;
     the other way is ``update_curvature(lambda: gnb_loss(model(x)))`` before ``step()``. Labels (and dropout in that
@@ -213,7 +220,7 @@ class SophiaG(_Sophia):
         maximize: maximise the loss of ``closure``; the curvature is positive either way. Default False.
 
     Attributes and errors: those of :class:`SophiaH`. ValueError: (by ``step`` and ``update_curvature``) the closure
-    for the curvature returned no count of rows.
+    for the curvature returned something else than a sum and its count of rows.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -254,11 +261,6 @@ class SophiaG(_Sophia):
         self, point: CurvaturePoint, params: Sequence[Tensor], number: int, reduction: Reduction
     ) -> Sequence[Tensor]:
         counts = point.outputs if isinstance(point.outputs, list) else [point.outputs]
-        if any(c is None or (isinstance(c, Tensor) and c.numel() != 1) for c in counts):
-            raise ValueError(
-                "curvature_closure must return gnb_loss(logits): the summed loss of rows with sampled labels, and "
-                "their number"
-            )
         rows = sum(int(c) for c in counts)
         if rows < 1:
             raise ValueError(f"curvature_closure must count at least one row, got {rows}")
@@ -266,6 +268,10 @@ class SophiaG(_Sophia):
         mean_rows = reduction.mean_scalar(torch.tensor(float(rows), device=params[0].device))
         gradient = reduction.mean([g.to(torch.promote_types(g.dtype, torch.float32)) for g in point.gradient])
         return [d * reduction.size for d in gauss_newton_bartlett(gradient, mean_rows)]
+
+    def _measure(self, closure: Any, params: list[Tensor], transaction: Transaction) -> list[tuple[Tensor, Tensor]]:
+        counted = _counted(closure) if callable(closure) else [_counted(c) for c in closure]
+        return super()._measure(counted, params, transaction)
 
     @contextmanager
     def _seeded(self) -> Iterator[None]:
@@ -287,3 +293,28 @@ class SophiaG(_Sophia):
             "optimizer.update_curvature(lambda: sorder.gnb_loss(model(x))) before optimizer.step(). "
             "optimizer.curvature_due tells when"
         )
+
+
+def _counted(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """``closure``, checked to return the loss of sampled labels and its count of rows."""
+
+    def checked() -> Any:
+        result = closure()
+        pair = isinstance(result, (tuple, list)) and len(result) == 2
+        if not pair or not all(isinstance(r, Number) or (isinstance(r, Tensor) and r.numel() == 1) for r in result):
+            raise ValueError(
+                "curvature_closure (of update_curvature: closure) must return sorder.gnb_loss(logits), which is the "
+                f"summed loss of rows with sampled labels, and their number, got {_described(result)}: wrap the "
+                "logits, as in lambda: sorder.gnb_loss(model(x))"
+            )
+        return result
+
+    return checked
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, (tuple, list)):
+        return f"({', '.join(map(_described, result))})"
+    return "None" if result is None else f"a {type(result).__name__}"

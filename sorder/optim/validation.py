@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -49,6 +50,8 @@ RANGES: dict[str, tuple[float, bool, float, bool, bool]] = {
 INTEGERS = ("max_trials", "cg_iterations", "seed")
 # Options that multiply vectors, and so are bounded by the range of the parameters' dtype.
 FACTORS = ("lr", "damping", "trust_radius", "weight_decay")
+# Options that steps write, to the first group alone; None in another one says nothing.
+WRITTEN = ("damping", "trust_radius")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _running: set[int] = set()
@@ -152,6 +155,20 @@ def check_parameters(params: Sequence[Tensor]) -> None:
             )
 
 
+def culprit(params: Sequence[Tensor]) -> str:
+    """For messages about what is not finite: the first of ``params`` that is not, or nothing."""
+    for i, p in enumerate(params):
+        if not bool(p.detach().isfinite().all()):
+            return f"; parameter {i} (shape {tuple(p.shape)}) itself is not finite"
+    return ""
+
+
+def check_loss(loss: float, params: Sequence[Tensor]) -> None:
+    """FloatingPointError unless ``loss``, a function of ``params``, is finite."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"the loss is {loss}{culprit(params)}")
+
+
 def largest_factor(params: Sequence[Tensor]) -> float:
     """Bound on :data:`FACTORS`: squared norms of vectors times such a factor stay in the range of the dtype.
 
@@ -194,6 +211,28 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name in INTEGERS:
         check_integer(options, name)
     check_maximize(options)
+
+
+def check_group(optimizer: Optimizer, group: Mapping[str, Any], own: Collection[str]) -> None:
+    """ValueError for options that ``group``, about to be added, does not have.
+
+    These are options that concern all parameters, which are those outside ``own``, with another value than the first
+    group's, and misspelled options. (Any other key is kept, as torch does.)
+    """
+    name, index, options = type(optimizer).__name__, len(optimizer.param_groups), optimizer.defaults
+    for key, value in group.items():
+        # So high that what schedulers and other optimizers write into groups is no option misspelled.
+        meant = [] if key in options else difflib.get_close_matches(str(key), options, 1, cutoff=0.9)
+        if meant:
+            raise ValueError(f"parameter group {index} of {name} has {key!r}: did you mean {meant[0]!r}?")
+        if not index or key not in options or key in own:
+            continue
+        first = optimizer.param_groups[0][key]
+        if value != first and not (value is None and key in WRITTEN):
+            raise ValueError(
+                f"{key} concerns all parameters, and is read from the first group, which has {first!r}, but parameter "
+                f"group {index} of {name} has {value!r}: leave it out there. (A group's own are {', '.join(own)}.)"
+            )
 
 
 def check_range(options: Mapping[str, Any], name: str, low: float, high: float = math.inf, open_: str = "") -> None:

@@ -166,11 +166,14 @@ def test_vectors_are_checked() -> None:
     point.release()
     with pytest.raises(RuntimeError, match="after release"):
         point.product(ones(params))
-    with pytest.raises(ValueError, match="number 0 is not"):
+    with pytest.raises(ValueError, match=r"number 0 is not: got a tensor of torch.float64 .* with requires_grad=False"):
         CurvaturePoint(lambda: x.sum(), [x])
+    with pytest.raises(ValueError, match="number 1 is not: got a NoneType"):
+        CurvaturePoint(lambda: model(x).sum(), [params[0], None])  # type: ignore[list-item]
     for given, advice in (
         (dict(model.named_parameters()), r"got a dict: pass its values\(\)$"),
         (model, r"got the module Sequential: pass model.parameters\(\)$"),
+        (model.named_parameters(), r"got \(name, parameter\) pairs: pass model.parameters\(\)$"),
     ):
         with pytest.raises(TypeError, match=f"^CurvaturePoint takes parameters, {advice}"):
             CurvaturePoint(lambda: model(x).sum(), given)  # type: ignore[arg-type]
@@ -394,7 +397,7 @@ def test_a_reentrant_checkpoint_is_refused_with_the_remedy() -> None:
         CurvaturePoint(closure, params, "hessian").product(ones(params))
 
 
-@pytest.mark.filterwarnings("ignore:.*global hooks.*")
+@pytest.mark.filterwarnings("error:.*global hooks.*")
 def test_a_compiled_model_runs_eagerly() -> None:
     model, params, x, y = problem()
     want = flatten(CurvaturePoint(lambda: F.cross_entropy(model(x), y), params, "hessian").product(ones(params)))

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sorder.func import checkpoint, cross_entropy_hvp, ggnvp, hvp, sample_cross_entropy_targets
+from sorder.func import checkpoint, cross_entropy_hvp, ggnvp, hvp
+from sorder.func.output_hessian import sample_cross_entropy_targets
 from sorder.linalg import Residual, cg
 from tests.cases import relative_error
 

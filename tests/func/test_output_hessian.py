@@ -12,16 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from sorder.func import (
+from sorder.func import bce_with_logits_hvp, cross_entropy_hvp, ggnvp, hvp, mse_hvp, output_hessian
+from sorder.func.output_hessian import (
     bce_with_logits_fvp,
-    bce_with_logits_hvp,
     cross_entropy_fvp,
-    cross_entropy_hvp,
-    ggnvp,
-    hvp,
     mse_fvp,
-    mse_hvp,
-    output_hessian,
     sample_bce_with_logits_targets,
     sample_cross_entropy_targets,
     sample_mse_targets,

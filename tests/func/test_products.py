@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sorder
-from sorder.func import empirical_fvp, find_loss_call, fvp, ggnvp, hvp, value_grad_hvp
+from sorder.func import empirical_fvp, fvp, ggnvp, hvp, value_grad_hvp
+from sorder.func.loss_call import find_loss_call
 from tests.cases import (
     CASES,
     CLOSED_FORM_CASES,

@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -321,6 +323,17 @@ class TestContract:
                 step(optimizer, callee, i)
         torch.testing.assert_close(values(nets[1]), values(nets[0]), rtol=1e-8, atol=1e-8)
 
+    def test_a_compiled_model_is_called_without_a_warning(self, make: Callable[..., Any]) -> None:
+        net = model()
+        compiled = torch.compile(net, backend="eager")
+        optimizer = make(net.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            filters = list(warnings.filters)
+            for _ in range(2):
+                step(optimizer, compiled)
+            assert warnings.filters == filters
+
     def test_micro_batches_are_one_large_batch(self, make: Callable[..., Any]) -> None:
         """Closures for its parts, of means weighted by their rows, in one step."""
         x, y = data()
@@ -494,6 +507,76 @@ class TestWhatANewcomerPasses:
         with pytest.raises(ValueError, match=message):
             optimizer.step(closure, **own)
         assert str(optimizer.state_dict()) == before and torch.equal(values(net), start)
+
+    def test_an_option_of_all_parameters_in_a_later_group(self, name: str) -> None:
+        make, nets = EVERY[name], [model(), model()]
+        own = {"lr", "weight_decay", "betas", "eps", "gamma", "hessian_power", "block_size", "block_average"}
+        own |= {"state_dtype"}
+        shared = {k: v for k, v in make([torch.ones(1, requires_grad=True)]).defaults.items() if k not in own}
+        assert {"seed", "maximize"} <= shared.keys()
+        first, later = list(nets[0].parameters()), list(nets[1].parameters())
+        for key, value in shared.items():
+            other = not value if isinstance(value, bool) else 7 if isinstance(value, int) else 0.25
+            pattern = (
+                rf"^{key} .* the first group, which has {re.escape(repr(value))}, but parameter group 1 of {name} "
+            )
+            pattern += f"has {other}: leave it out"
+            with pytest.raises(ValueError, match=pattern):
+                make([{"params": first}, {"params": later, key: other}])
+            optimizer = make(first)
+            before = str(optimizer.state_dict())
+            with pytest.raises(ValueError, match=pattern):
+                optimizer.add_param_group({"params": later, key: other})
+            assert str(optimizer.state_dict()) == before
+        assert len(make([{"params": first}, {"params": later, **shared}]).param_groups) == 2
+
+    def test_a_first_groups_options_change_later_and_other_groups_join(self, name: str) -> None:
+        net = model()
+        groups = [{"params": net[0].weight, "seed": 3, "lr": 0.1}, {"params": net[0].bias, "lr": 0.2}]
+        optimizer = EVERY[name](groups)
+        step(optimizer, net)
+        optimizer.param_groups[0]["seed"] = 5
+        optimizer.add_param_group({"params": list(net[2].parameters()), "seed": 5, "name": "head", "initial_lr": 1.0})
+        step(optimizer, net)
+        other = EVERY[name](optimizer.param_groups[:1])
+        for group in optimizer.param_groups[1:]:
+            other.add_param_group({**group, "seed": 5})
+        assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
+        other.load_state_dict(optimizer.state_dict())
+        assert [g["seed"] for g in other.param_groups] == [g["seed"] for g in optimizer.param_groups]
+
+    def test_a_misspelled_option_in_a_group(self, name: str) -> None:
+        net = model()
+        optimizer = EVERY[name](net[0].parameters())
+        for key, meant in (("weight_decy", "weight_decay"), ("weightdecay", "weight_decay")):
+            expected = rf"^parameter group 1 of {name} has '{key}': did you mean '{meant}'\?$"
+            with pytest.raises(ValueError, match=expected):
+                optimizer.add_param_group({"params": list(net[2].parameters()), key: 1})
+            with pytest.raises(ValueError, match="group 0 of"):
+                EVERY[name]([{"params": net[2].parameters(), key: 1}])
+        assert len(optimizer.param_groups) == 1
+
+    def test_keys_that_others_write_into_groups_are_kept(self, name: str) -> None:
+        keys = ["name", "model", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "betas"]
+        for kind in vars(torch.optim).values():
+            if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+                keys += kind([torch.ones(2, 2, requires_grad=True)], lr=0.1).defaults
+        make = EVERY[name]
+        foreign = dict.fromkeys(set(keys) - make([torch.ones(1, requires_grad=True)]).defaults.keys(), 3)
+        assert {"dampening", "nesterov", "line_search_fn", "max_lr"} <= foreign.keys()
+        group = make([{"params": torch.ones(1, requires_grad=True), **foreign}]).param_groups[0]
+        assert foreign.items() <= group.items()
+
+    @pytest.mark.parametrize("where", ["params", "other"])
+    def test_a_parameter_that_is_not_finite_is_named(self, name: str, where: str) -> None:
+        """Whatever becomes not finite first by it; nothing is said of parameters that are finite."""
+        net, (x, y) = model(), data()
+        with torch.no_grad():
+            (net[2].weight if where == "params" else x)[1, 2] = float("inf")
+        own = {"curvature_closure": lambda: gnb_loss(net(x))} if name == "SophiaG" else {}
+        culprit = r"; parameter 2 \(shape \(3, 6\)\) itself is not finite" if where == "params" else ""
+        with pytest.raises(FloatingPointError, match=rf"^the .*(is nan|is not finite){culprit}$"):
+            EVERY[name](net.parameters()).step(lambda: F.cross_entropy(net(x), y), **own)
 
     def test_a_module_for_parameters(self, name: str) -> None:
         net, message = model(), rf"^{name} takes parameters, got the module \w+: pass model.parameters\(\)"

@@ -304,6 +304,28 @@ def test_plain_steps_between_updates_and_a_clear_error_without_a_closure() -> No
         KFAC(net).step()
 
 
+@pytest.mark.parametrize("options", [{}, {"step_rule": "kl"}, {"damping": 1.0, "step_rule": "kl"}], ids=str)
+@pytest.mark.parametrize("call", ["step", "curvature_closure", "update_curvature"])
+@pytest.mark.parametrize("outputs", [False, True], ids=["loss", "loss and outputs"])
+def test_a_loss_without_labels_is_refused_at_once(outputs: bool, call: str, options: dict[str, Any]) -> None:
+    net, (x, _) = model(), data()
+    optimizer = KFAC(net, **options)
+
+    def closure() -> Any:
+        z = net(x)
+        return (z.logsumexp(0).sum(), z) if outputs else z.logsumexp(0).sum()
+
+    before = values(net)
+    with pytest.raises(
+        ValueError, match=r"^K-FAC needs a loss that defines a distribution of labels: the closure must"
+    ):
+        if call == "update_curvature":
+            optimizer.update_curvature(closure)
+        else:
+            optimizer.step(closure if call == "step" else closure_of(net), curvature_closure=closure)
+    assert torch.equal(values(net), before) and not optimizer.state
+
+
 def test_maximize_where_the_closure_calls_backward() -> None:
     for rule in ("quadratic", "kl"):
         nets = [model(), model()]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import sorder.func
 from sorder.optim import NewtonCG
+from tests.cases import relative_error
 from tests.optim.problem import closure_of, data, model, values
 
 # ---------------------------------------------------------------------- groups and options
@@ -164,6 +165,24 @@ def test_a_bad_group_is_refused_before_anything_changes() -> None:
     assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.parametrize("options", [{"dampning": 1e-3}, {"cg_iteration": 3}, {"damping": 1e-3}, {"cg_iterations": 7}])
+def test_what_concerns_all_parameters_is_refused_in_a_later_group(options: dict[str, Any]) -> None:
+    net, message = model(), "parameter group 1 of NewtonCG has"
+    first, later = ({"params": net[i].parameters()} for i in (0, 2))
+    with pytest.raises(ValueError, match=message):
+        NewtonCG([{**first, "cg_iterations": 3}, {**later, **options}])
+    optimizer = NewtonCG(net[0].parameters())
+    optimizer.step(closure_of(net))
+    # What steps have written to the first group is none of a later group's business.
+    optimizer.add_param_group({"params": list(net[2].parameters()), "damping": None})
+    with pytest.raises(ValueError, match="line_search concerns all"):  # where None is a value like others
+        optimizer.add_param_group({"params": [torch.ones(1, requires_grad=True)], "line_search": None})
+    with pytest.raises(ValueError, match=message.replace("1", "2")):
+        optimizer.add_param_group({"params": [torch.ones(1, requires_grad=True)], **options})
+    assert len(optimizer.param_groups) == 2
+    optimizer.step(closure_of(net))
+
+
 def test_a_closure_is_needed() -> None:
     optimizer = NewtonCG([torch.ones(2, requires_grad=True)])
     with pytest.raises(TypeError, match="needs a closure"):
@@ -312,6 +331,33 @@ def test_autocast() -> None:
     for _ in range(10):
         last = optimizer.step(closure).item()
     assert last < 0.3 * first and next(net.parameters()).dtype is torch.float32
+
+
+def test_a_grad_scaler_scales_the_loss_in_the_closure() -> None:
+    """As documented: the steps are the same, loss and λ are scaled, and an overflow changes nothing."""
+    nets, (x, y) = [model().float(), model().float()], data()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain, scaled = optimizers = [NewtonCG(net.parameters()) for net in nets]
+
+    def scaled_loss() -> Tensor:
+        return scaler.scale(F.cross_entropy(nets[1](x.float()), y))
+
+    for _ in range(3):
+        loss = plain.step(lambda: F.cross_entropy(nets[0](x.float()), y))
+        assert float(scaled.step(scaled_loss)) == pytest.approx(1024.0 * float(loss), rel=1e-4)
+        first, second = (o.last_step for o in optimizers)
+        assert first is not None and second is not None and second.curvature == first.curvature == "ggn"
+        assert second.damping == pytest.approx(1024.0 * first.damping, rel=1e-3)
+    assert relative_error(values(nets[1]), values(nets[0])) < 1e-4
+    with pytest.raises((RuntimeError, AssertionError)):
+        scaler.step(scaled, scaled_loss)
+    scaler.update(3e38)
+    before, start = str(scaled.state_dict()), values(nets[1])
+    with pytest.raises(FloatingPointError):
+        scaled.step(lambda: 100.0 * scaled_loss())
+    assert str(scaled.state_dict()) == before and torch.equal(values(nets[1]), start)
+    scaler.update(1024.0)
+    assert float(scaled.step(scaled_loss)) < 1024.0 * float(loss)
 
 
 @pytest.mark.parametrize("curvature", ["ggn", "hessian"])

@@ -197,8 +197,21 @@ def test_every_update_draws_labels_of_its_own() -> None:
 
 def test_a_closure_without_a_count_is_refused() -> None:
     net = model()
-    with pytest.raises(ValueError, match=r"must return gnb_loss\(logits\)"):
-        SophiaG(net.parameters()).update_curvature(closure_of(net))
+    for wrong, got in (
+        (closure_of(net), r"a tensor of shape \(\)"),
+        (lambda: net(data()[0]), r"a tensor of shape \(12, 3\)"),
+        (lambda: (net(data()[0]), data()[1]), r"\(a tensor of shape \(12, 3\), a tensor of shape \(12,\)\)"),
+        (lambda: {"logits": net(data()[0])}, "a dict"),
+        (lambda: None, "None"),
+    ):
+        optimizer = SophiaG(net.parameters())
+        before = values(net)
+        expected = rf"^curvature_closure .* must return sorder.gnb_loss\(logits\), .* got {got}: wrap the logits"
+        with pytest.raises(ValueError, match=expected):
+            optimizer.update_curvature([lambda: gnb_loss(net(data()[0])), wrong])
+        with pytest.raises(ValueError, match=expected):
+            optimizer.step(closure_of(net), curvature_closure=wrong)
+        assert torch.equal(values(net), before) and optimizer.last_step is None
     with pytest.raises(TypeError, match="curvature_closure"):
         SophiaG(net.parameters()).step(closure_of(net))
 
