@@ -8,6 +8,7 @@ import warnings
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 _SAID_OF_HOOKS: Any = (
     "ignore", re.compile(r"Using `torch\.compile\(module\)` when there are global hooks"), UserWarning, None, 0
 )  # fmt: skip
+_open: WeakSet[BufferWatch] = WeakSet()
 
 
 class BufferWatch:
@@ -61,6 +63,7 @@ class BufferWatch:
     def __enter__(self) -> BufferWatch:
         self._thread = threading.get_ident()
         self._handle = register_module_forward_pre_hook(self._meet)
+        _open.add(self)
         # Not by catch_warnings: leaving it shows again all warnings that are shown once, and undoes other threads'.
         warnings.filters.insert(0, _SAID_OF_HOOKS)  # type: ignore[attr-defined]
         return self
@@ -69,8 +72,12 @@ class BufferWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._handle.remove()
-        with suppress(ValueError):  # the closure may have set filters of its own
-            warnings.filters.remove(_SAID_OF_HOOKS)  # type: ignore[attr-defined]
+        _open.discard(self)
+        with suppress(
+            ValueError
+        ):  # the closure may have set filters of its own, or another thread brought old ones back
+            while not _open:
+                warnings.filters.remove(_SAID_OF_HOOKS)  # type: ignore[attr-defined]
         self._seen.clear()
         self.enable_gradient_sync()
         if kind is not None:

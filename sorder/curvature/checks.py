@@ -59,7 +59,8 @@ def _described(value: Any) -> str:
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     flags = f"requires_grad={value.requires_grad} and is_leaf={value.is_leaf}"
-    return f"a tensor of {value.dtype} and shape {tuple(value.shape)} with {flags}"
+    shape = "nested" if value.is_nested else f"shape {tuple(value.shape)}"
+    return f"a tensor of {value.dtype} and {shape} with {flags}"
 
 
 @sees_no_modes

@@ -69,9 +69,9 @@ def _runs(node: Any) -> bool:
 
 def apply(function: type[LeveledFunction], *args: Any) -> Any:
     """``function.apply``, or only its map where nothing can differentiate the call: first-order backward, inference."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
-    if not torch.is_grad_enabled():
+    if forward_ad._current_level < 0 and not torch.is_grad_enabled():
         return function.forward(*args)
     if has_legacy_dim(args):  # a graph on tensors that hide a dimension would not reach those inside
         return over_legacy_dim(lambda *a: apply(function, *a), args, loop=args[-1].dropout > 0)

@@ -321,7 +321,9 @@ def _described(x: object) -> str:
     """For messages: dtypes and shapes of tensors, not their entries."""
     if isinstance(x, tuple):
         return f"({', '.join(map(_described, x))})"
-    return f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+    if not isinstance(x, Tensor):
+        return repr(x)
+    return f"a {x.dtype} tensor" + (", nested" if x.is_nested else f" of shape {tuple(x.shape)}")
 
 
 def _check(mask: Mask, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -301,7 +302,7 @@ def _counted(closure: Callable[[], Any]) -> Callable[[], Any]:
     def checked() -> Any:
         result = closure()
         pair = isinstance(result, (tuple, list)) and len(result) == 2
-        if not pair or not all(isinstance(r, Number) or (isinstance(r, Tensor) and r.numel() == 1) for r in result):
+        if not pair or not all(isinstance(r, Number) or _is_one_number(r) for r in result):
             raise ValueError(
                 "curvature_closure (of update_curvature: closure) must return sorder.gnb_loss(logits), which is the "
                 f"summed loss of rows with sampled labels, and their number, got {_described(result)}: wrap the "
@@ -310,6 +311,11 @@ def _counted(closure: Callable[[], Any]) -> Callable[[], Any]:
         return result
 
     return checked
+
+
+def _is_one_number(x: Any) -> bool:
+    """Of PyTorch's and NumPy's."""
+    return hasattr(x, "shape") and math.prod(x.shape) == 1
 
 
 def _described(result: Any) -> str:

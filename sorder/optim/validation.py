@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -157,9 +157,10 @@ def check_parameters(params: Sequence[Tensor]) -> None:
 
 def culprit(params: Sequence[Tensor]) -> str:
     """For messages about what is not finite: the first of ``params`` that is not, or nothing."""
-    for i, p in enumerate(params):
-        if not bool(p.detach().isfinite().all()):
-            return f"; parameter {i} (shape {tuple(p.shape)}) itself is not finite"
+    with suppress(RuntimeError):  # what is being reported counts for more than, say, a lack of memory here
+        for i, p in enumerate(params):
+            if not bool(p.detach().isfinite().all()):
+                return f"; parameter {i} (shape {tuple(p.shape)}) itself is not finite"
     return ""
 
 
@@ -217,7 +218,7 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], own: Collection[
     """ValueError for options that ``group``, about to be added, does not have.
 
     These are options that concern all parameters, which are those outside ``own``, with another value than the first
-    group's, and misspelled options. (Any other key is kept, as torch does.)
+    group's, and misspelled options. (Any other key is kept, as torch does. A default says nothing: torch writes it.)
     """
     name, index, options = type(optimizer).__name__, len(optimizer.param_groups), optimizer.defaults
     for key, value in group.items():
@@ -228,11 +229,18 @@ def check_group(optimizer: Optimizer, group: Mapping[str, Any], own: Collection[
         if not index or key not in options or key in own:
             continue
         first = optimizer.param_groups[0][key]
-        if value != first and not (value is None and key in WRITTEN):
+        if _differ(value, first) and _differ(value, options[key]) and not (value is None and key in WRITTEN):
             raise ValueError(
                 f"{key} concerns all parameters, and is read from the first group, which has {first!r}, but parameter "
                 f"group {index} of {name} has {value!r}: leave it out there. (A group's own are {', '.join(own)}.)"
             )
+
+
+def _differ(a: object, b: object) -> bool:
+    try:
+        return bool(a != b)
+    except (RuntimeError, ValueError):  # arrays: what ranges are checked for names them
+        return False
 
 
 def check_range(options: Mapping[str, Any], name: str, low: float, high: float = math.inf, open_: str = "") -> None:

@@ -196,15 +196,31 @@ def test_tensors_that_hold_no_memory_go_another_way(calls: Counter[str]) -> None
     assert calls["tangent"] == 3
 
 
-def test_batched_cotangents_within_a_dual_level(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensor is a dual number, but one might be, of those that hide a dimension, too."""
+@pytest.mark.parametrize("dual", [False, True])
+def test_batched_cotangents_within_a_dual_level(dual: bool, calls: Counter[str]) -> None:
+    """Gradients, their tangents, and what is recorded of them, are those of the cotangents one by one."""
     x = [torch.randn(1, 2, 5, D, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    cotangents = torch.randn(3, 1, 2, 5, D, dtype=torch.float64)
-    o = sorder.attention(*x, is_causal=True)
-    with forward_ad.dual_level():
-        got = torch.autograd.grad(o, x, cotangents, is_grads_batched=True, retain_graph=True)
-    want = [torch.autograd.grad(o, x, c, retain_graph=True) for c in cotangents]
-    torch.testing.assert_close(got, tuple(map(torch.stack, zip(*want, strict=True))), rtol=1e-13, atol=1e-13)
+    cotangents, t = torch.randn(3, 1, 2, 5, D, dtype=torch.float64), torch.randn(1, 2, 5, D, dtype=torch.float64)
+
+    def gradients(batched: bool, create_graph: bool) -> list[Tensor]:
+        with forward_ad.dual_level():
+            o = sorder.attention(forward_ad.make_dual(x[0], t) if dual else x[0], *x[1:], is_causal=True)
+            if batched:
+                first = torch.autograd.grad(o, x, cotangents, is_grads_batched=True, create_graph=create_graph)
+            else:
+                each = [torch.autograd.grad(o, x, c, retain_graph=True, create_graph=create_graph) for c in cotangents]
+                first = tuple(map(torch.stack, zip(*each, strict=True)))
+            pairs = [forward_ad.unpack_dual(g) for g in first]
+            assert all((tangent is not None) == dual for _, tangent in pairs)
+            found = [g for pair in pairs for g in pair if g is not None]
+            if create_graph and not dual:  # of a tangent it would be a third derivative
+                found += torch.autograd.grad(sum(g.primal.square().sum() for g in pairs), x)
+            return [g.detach().clone() for g in found]
+
+    for create_graph in (False, True):
+        torch.testing.assert_close(
+            gradients(True, create_graph), gradients(False, create_graph), rtol=1e-12, atol=1e-12
+        )
 
 
 def test_a_tangent_on_another_device_is_refused() -> None:

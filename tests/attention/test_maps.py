@@ -217,8 +217,8 @@ def test_tf32_rounds_to_nearest(bits: str) -> None:
 @parametrize(LARGE + FEATURES + LARGE_FEATURES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernels_on_the_gpu(case: Case, dtype: torch.dtype) -> None:
-    # At one key dS = dP − δ is a difference of equals; what the rounding of O leaves of it is small beside dP only, which
-    # grows with the root of the width.
+    # At one key dS = dP − δ is a difference of equals; what the rounding of O leaves of it is small beside dP only,
+    # which grows with the root of the width.
     check(outputs(KERNELS, case, dtype, "cuda"), BOUNDS[dtype] * (max(8, case.dv**0.5) if case.n_k == 1 else 1))
 
 

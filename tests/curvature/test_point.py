@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from sorder.curvature import CurvatureError, CurvaturePoint, errors
+from sorder.curvature.buffers import BufferWatch
 from tests.cases import flatten, relative_error
 
 MODES = ("reverse-over-reverse", "forward-over-reverse")
@@ -39,6 +40,18 @@ def problem() -> tuple[nn.Module, list[Tensor], Tensor, Tensor]:
 
 def ones(params: list[Tensor]) -> list[Tensor]:
     return [torch.ones_like(p) for p in params]
+
+
+def test_no_filter_of_warnings_stays_behind() -> None:
+    """Another thread that leaves ``catch_warnings`` may bring back filters that were there before."""
+    before = list(warnings.filters)
+    with BufferWatch(), BufferWatch():
+        within = list(warnings.filters)
+    assert warnings.filters == before
+    warnings.filters[:] = within  # type: ignore[index]
+    with BufferWatch():
+        pass
+    assert warnings.filters == before
 
 
 # ---------------------------------------------------------------------- closures
@@ -170,6 +183,8 @@ def test_vectors_are_checked() -> None:
         CurvaturePoint(lambda: x.sum(), [x])
     with pytest.raises(ValueError, match="number 1 is not: got a NoneType"):
         CurvaturePoint(lambda: model(x).sum(), [params[0], None])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"number 0 is not: got a tensor of torch.float32 and nested with"):
+        CurvaturePoint(lambda: x.sum(), [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])])
     for given, advice in (
         (dict(model.named_parameters()), r"got a dict: pass its values\(\)$"),
         (model, r"got the module Sequential: pass model.parameters\(\)$"),

@@ -161,6 +161,11 @@ MASKS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         TypeError,
         r"documents must be .* got a torch.float32 tensor of shape \(5,\)$",
     ),
+    "a nested prefix": (
+        {"causal": True, "prefix": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+        TypeError,
+        "mask.prefix must be .* got a torch.float32 tensor, nested$",
+    ),
     "ids of other tokens": ({"documents": torch.ones(4).long()}, ValueError, "each of the 5 query rows, got 4"),
     "both kinds of documents": (
         {"documents": torch.ones(5).long(), "cu_seqlens": torch.tensor([0, 5])},

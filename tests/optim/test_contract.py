@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -540,10 +541,24 @@ class TestWhatANewcomerPasses:
         step(optimizer, net)
         other = EVERY[name](optimizer.param_groups[:1])
         for group in optimizer.param_groups[1:]:
-            other.add_param_group({**group, "seed": 5})
+            other.add_param_group(group.copy())
         assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in optimizer.param_groups]
         other.load_state_dict(optimizer.state_dict())
         assert [g["seed"] for g in other.param_groups] == [g["seed"] for g in optimizer.param_groups]
+
+    def test_groups_that_were_made_here_are_taken_again(self, name: str) -> None:
+        """Steps write damping to the first group; torch fills the others with defaults."""
+        net = model()
+        given = {"damping": 0.5} if "damping" in EVERY[name](net.parameters()).defaults else {"seed": 3}
+        optimizer = EVERY[name]([{"params": net[0].parameters()}], **given)
+        optimizer.add_param_group({"params": net[2].bias})
+        step(optimizer, net)
+        optimizer.param_groups[0].update(dict.fromkeys(given, 1.5) if "damping" in given else {"seed": 4})
+        optimizer.add_param_group({"params": net[2].weight, **optimizer.defaults})
+        again = EVERY[name](optimizer.param_groups, **given)
+        assert [len(g["params"]) for g in again.param_groups] == [2, 1, 1]
+        with pytest.raises(ValueError, match=r"^seed "):
+            again.add_param_group({"params": [torch.ones(2, requires_grad=True)], "seed": np.ones(2)})
 
     def test_a_misspelled_option_in_a_group(self, name: str) -> None:
         net = model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -212,6 +213,7 @@ def test_a_closure_without_a_count_is_refused() -> None:
         with pytest.raises(ValueError, match=expected):
             optimizer.step(closure_of(net), curvature_closure=wrong)
         assert torch.equal(values(net), before) and optimizer.last_step is None
+    optimizer.update_curvature(lambda: (gnb_loss(net(data()[0]))[0], np.array(12)))
     with pytest.raises(TypeError, match="curvature_closure"):
         SophiaG(net.parameters()).step(closure_of(net))
 
