@@ -73,9 +73,9 @@ class BufferWatch:
     ) -> None:
         self._handle.remove()
         _open.discard(self)
-        with suppress(
-            ValueError
-        ):  # the closure may have set filters of its own, or another thread brought old ones back
+        # All of them: another thread that leaves catch_warnings may have brought old ones back. There may be none, if
+        # the closure set filters of its own.
+        with suppress(ValueError):
             while not _open:
                 warnings.filters.remove(_SAID_OF_HOOKS)  # type: ignore[attr-defined]
         self._seen.clear()

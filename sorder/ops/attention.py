@@ -54,7 +54,7 @@ def attention(
     causal attention run on PyTorch's fused kernels where these accept the input. These and, in second-order products,
     the kernels for Hopper GPUs (16 bits, from 2²⁸ scores on) add up in no determined order, so the last bits of two
     runs may differ; ``torch.use_deterministic_algorithms(True)`` makes all of them reproducible, and a second backward
-    up to 1.25 times as long.
+    longer: two sweeps for one.
 
     Everything that hides keys applies together: ``attn_mask``, ``mask``, ``is_causal``. A query that sees no key gives
     zeros, in the output and in every derivative, and a log-sum-exp of −∞.

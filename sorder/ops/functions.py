@@ -20,6 +20,7 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
+from sorder.kernels import backward_and_tangent, forward_and_tangent
 from sorder.kernels.mask import Visibility
 from sorder.ops import maps
 from sorder.ops.batching import batched, has_legacy_dim, legacy_rule, over_legacy_dim
@@ -160,7 +161,7 @@ class Attention(LeveledFunction):
 
     @staticmethod
     def may_join(inputs: tuple[Any, ...]) -> bool:
-        return maps.may_join(*inputs)
+        return forward_and_tangent.serves(*inputs)
 
     @staticmethod
     def joint(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
@@ -253,7 +254,7 @@ class AttentionBackward(LeveledFunction):
     @staticmethod
     def may_join(inputs: tuple[Any, ...]) -> bool:
         q, k, v, bias, vis, *_, spec = inputs
-        return maps.may_join_backward(q, k, v, bias, vis, spec)
+        return backward_and_tangent.serves(q, k, v, bias, vis, spec)
 
     @staticmethod
     def joint(inputs: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:

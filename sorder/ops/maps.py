@@ -165,19 +165,12 @@ def forward(
     return _call(torch.ops.sorder.attention_forward, (q, k, v, bias), vis, spec)
 
 
-def may_join(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None, spec: AttentionSpec
-) -> bool:
-    """Whether a kernel does F and J in one sweep if all three tangents are there."""
-    return kernels_serve(q) and joint_forward.serves(q, k, v, bias, vis, spec)
-
-
 def forward_and_tangent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
     tq: Optional, tk: Optional, tv: Optional, tbias: Optional, spec: AttentionSpec,
 ) -> tuple[torch.Tensor, ...] | None:  # fmt: skip
     """F and J in one sweep: (o, lse, ȯ, l̇, what rounding ȯ lost); ``None`` where no kernel does both, or F is known."""
-    if tbias is not None or not kernels_serve(q) or not joint_forward.serves(q, k, v, bias, vis, spec, tq, tk, tv):
+    if tbias is not None or not joint_forward.serves(q, k, v, bias, vis, spec, tq, tk, tv):
         return None
     assert tq is not None and tk is not None and tv is not None
     place = where("forward", flat((q, k, v, bias), vis, spec))
@@ -214,13 +207,6 @@ def backward(
     return _spread(outputs, wanted)
 
 
-def may_join_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None, spec: AttentionSpec
-) -> bool:
-    """Whether a kernel does B and T in one sweep if all that moves is there."""
-    return kernels_serve(q) and joint_backward.serves(q, k, v, bias, vis, spec)
-
-
 def backward_and_tangent(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Optional, vis: Visibility | None,
     o: torch.Tensor, lse: torch.Tensor, do: Optional, dl: Optional,
@@ -230,7 +216,7 @@ def backward_and_tangent(
     """B and T in one sweep; ``None`` where no kernel does both, or B is known."""
     if dl is not None or tdl is not None or tbias is not None or bias is not None or set(wanted) != set("qkv"):
         return None
-    if not kernels_serve(q) or not joint_backward.serves(q, k, v, bias, vis, spec, do, tq, tk, tv, to, tl, to_low):
+    if not joint_backward.serves(q, k, v, bias, vis, spec, do, tq, tk, tv, to, tl, to_low):
         return None
     assert do is not None and tq is not None and tk is not None and tv is not None
     assert to is not None and tl is not None and to_low is not None

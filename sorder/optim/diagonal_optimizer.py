@@ -76,7 +76,6 @@ class DiagonalOptimizer(Optimizer, Generic[Record]):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step is an update step."""
-        check_not_module(self, param_group.get("params"))
         check_group(self, param_group, self.OF_A_GROUP)
         super().add_param_group(param_group)
         with new_group(self) as group:

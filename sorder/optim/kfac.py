@@ -35,7 +35,6 @@ from sorder.optim.validation import (
     check_loss,
     check_maximize,
     check_not_dict,
-    check_not_module,
     check_parameters,
     check_range,
     check_state_dict,
@@ -46,7 +45,6 @@ from sorder.optim.validation import (
 
 RULES = ("quadratic", "kl")
 UPDATES = ("levenberg-marquardt", "constant")
-OF_A_GROUP = ("lr", "weight_decay")
 
 
 class KFAC(Optimizer):
@@ -181,8 +179,7 @@ class KFAC(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. The next step measures the factors."""
-        check_not_module(self, param_group.get("params"))
-        check_group(self, param_group, OF_A_GROUP)
+        check_group(self, param_group)
         super().add_param_group(param_group)
         with new_group(self) as group:
             self._check_options(group)

@@ -36,7 +36,6 @@ from sorder.optim.validation import (
 Preconditioner = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 # Key of the optimizer's own state, beside the parameters', in the state dict.
 GLOBAL = "newton_cg"
-OF_A_GROUP = ("lr", "weight_decay")
 
 
 class NewtonCG(Optimizer):
@@ -236,8 +235,7 @@ class NewtonCG(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see :meth:`torch.optim.Optimizer.add_param_group`. Its parameters join the next step."""
-        check_not_module(self, param_group.get("params"))
-        check_group(self, param_group, OF_A_GROUP)
+        check_group(self, param_group)
         super().add_param_group(param_group)
         with new_group(self) as group:
             check_options(group)

@@ -214,12 +214,13 @@ def check_options(options: Mapping[str, Any]) -> None:
     check_maximize(options)
 
 
-def check_group(optimizer: Optimizer, group: Mapping[str, Any], own: Collection[str]) -> None:
-    """ValueError for options that ``group``, about to be added, does not have.
+def check_group(optimizer: Optimizer, group: Mapping[str, Any], own: Collection[str] = ("lr", "weight_decay")) -> None:
+    """TypeError for a module in place of parameters; ValueError for options that ``group``, to be added, does not have.
 
     These are options that concern all parameters, which are those outside ``own``, with another value than the first
     group's, and misspelled options. (Any other key is kept, as torch does. A default says nothing: torch writes it.)
     """
+    check_not_module(optimizer, group.get("params"))
     name, index, options = type(optimizer).__name__, len(optimizer.param_groups), optimizer.defaults
     for key, value in group.items():
         # So high that what schedulers and other optimizers write into groups is no option misspelled.
